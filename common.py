@@ -1,0 +1,513 @@
+"""What the five stages share: the SDE sampler, the credit map, the loss, the backbone, and safe files.
+
+Notation (one convention everywhere; DESIGN: "The mathematics")
+
+    variable      symbol    meaning                                                              shape
+    x             x_sigma   latent tokens, x = (1-sigma)*x0 + sigma*eps                          [N, L, C]
+    velocity      v         eps - x0; Tweedie estimate x0_hat = x - sigma*v                      [N, L, C]
+    sigma         sigma     noise level, from 1 (noise) to 0 (data)                              scalar
+    dt                      sigma_next - sigma < 0                                               scalar
+    std           s*|dt|^.5 standard deviation of an SDE step                                    scalar
+    log_prob      log p     Gaussian log-density of a step, mean over channels                   [N, L]
+    rewards       r_ik      reward of atom k in sample i of a prompt group                       [N, K]
+    maps          M_ik      where atom k is in picture i, mean 1 over locations                  [N, K, h, w]
+    credit                  signed weight of the policy gradient, broadcastable to               [N, T_w, L]
+
+    N samples of a group, K atoms, T steps, T_w steps in the SDE window, L = h*w latent tokens, C channels.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import io
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline, Flux2Pipeline
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+# ================================================================ the SDE sampler
+
+
+def sde_step(
+    x: torch.Tensor,
+    velocity: torch.Tensor,
+    sigma: float | torch.Tensor,
+    sigma_next: float | torch.Tensor,
+    *,
+    noise_level: float,
+    sigma_max: float | torch.Tensor,
+    kind: str = "flow",
+    x_next: torch.Tensor | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One step from sigma to sigma_next with its log-density. Flow-GRPO (arXiv 2505.05470), DESIGN 3.
+
+    x, velocity, x_next [N, L, C]; computed in float32, or float64 if x is. `sigma_max` is the grid's second level
+    sigmas[1]: it stands in for sigma = 1 in the denominator 1 - sigma. `x_next` given: its density (replay).
+    `generator`: one, or one a sample. kind: "flow" (s = a*sqrt(sigma/(1-sigma))), "dance" (DanceGRPO, s = a),
+    "cps" (coefficient-preserving, std = sigma_next*sin(a*pi/2)), "ode".
+    noise_level 0 or kind "ode" is the Euler step, log_prob 0.
+
+    Returns x_next [N, L, C], log_prob [N, L] (constants kept, mean over channels), mean [N, L, C], std (scalar tensor).
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, v = x.to(dtype), velocity.to(dtype)
+    sigma, sigma_next, sigma_max = (torch.as_tensor(s, dtype=dtype, device=x.device) for s in (sigma, sigma_next, sigma_max))
+    dt = sigma_next - sigma
+    if kind == "ode" or noise_level == 0:
+        mean = x + v * dt
+        return mean, mean.new_zeros(mean.shape[:-1]), mean, mean.new_zeros(())
+
+    a = noise_level
+    if kind == "cps":
+        std = sigma_next * math.sin(a * math.pi / 2)
+        x0_hat, eps_hat = x - sigma * v, x + (1 - sigma) * v
+        mean = (1 - sigma_next) * x0_hat + (sigma_next**2 - std**2).sqrt() * eps_hat
+    elif kind in ("flow", "dance"):
+        s = a * (sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))).sqrt() if kind == "flow" else sigma.new_tensor(a)
+        mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
+        std = s * (-dt).sqrt()
+    else:
+        raise ValueError(f"kind must be flow, dance, cps or ode, not {kind!r}")
+
+    if x_next is None:
+        x_next = mean + std * randn(x.shape, generator, dtype, x.device)
+    log_prob = -((x_next.detach().to(dtype) - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+    return x_next, log_prob.mean(-1), mean, std
+
+
+def randn(shape: Sequence[int], generator: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Normal noise on `device`; a list of generators (one a sample) makes each sample independent of its batch."""
+    if isinstance(generator, Sequence):
+        rows = [torch.randn(shape[1:], generator=g, dtype=dtype, device=g.device) for g in generator]
+        return torch.stack(rows).to(device)
+    return torch.randn(shape, generator=generator, dtype=dtype, device=generator.device if generator else device).to(device)
+
+
+@dataclass
+class Trajectory:
+    """The SDE steps of a rollout, exactly as they were used, and its end."""
+
+    latents: torch.Tensor  # [N, T_w + 1, L, C], float32
+    log_probs: torch.Tensor  # [N, T_w, L]
+    x0: torch.Tensor  # [N, L, C]
+
+
+@torch.no_grad()
+def sample(
+    velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    sigmas: torch.Tensor,
+    *,
+    window: tuple[int, int] = (0, 0),
+    noise_level: float = 0.0,
+    kind: str = "flow",
+    generators: Sequence[torch.Generator] | None = None,
+    on_step: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+) -> Trajectory:
+    """From noise x [N, L, C] along sigmas [T+1]: SDE steps first..last of window = [first, last+1], else Euler steps.
+
+    `on_step(i, x_i, v_i)` sees every step. Raises ValueError for a window that is outside of the steps or holds the
+    step to sigma 0, whose density is too narrow to train on.
+    """
+    first, end = window
+    steps = len(sigmas) - 1
+    if not (0 <= first <= end <= steps - 1):
+        raise ValueError(
+            f"window [{first}, {end}] must lie in [0, {steps - 1}]: the last of {steps} steps is never an SDE step"
+        )
+    latents, log_probs = [], []
+    for i in range(steps):
+        if first <= i < end:
+            latents.append(x)
+        v = velocity(x, sigmas[i])
+        if on_step:
+            on_step(i, x, v)
+        x, log_prob, _, _ = sde_step(
+            x, v, sigmas[i], sigmas[i + 1], noise_level=noise_level, sigma_max=sigmas[1],
+            kind=kind if first <= i < end else "ode", generator=generators,
+        )  # fmt: skip
+        if first <= i < end:
+            log_probs.append(log_prob)
+            if i == end - 1:
+                latents.append(x)
+    if not latents:
+        return Trajectory(x.new_empty(len(x), 0, *x.shape[1:]), x.new_empty(len(x), 0, x.shape[1]), x)
+    return Trajectory(torch.stack(latents, 1), torch.stack(log_probs, 1), x)
+
+
+def knee(curve: Sequence[float]) -> int:
+    """Index where a rising curve turns into its plateau: the point farthest above the chord from its first point to its
+    maximum (Satopaa et al. 2011, "Kneedle"). The paper does not publish its rule; this one is ours."""
+    y = np.asarray(curve, float)
+    end = int(y.argmax())
+    if end < 2:
+        return end
+    chord = y[0] + (y[end] - y[0]) * np.arange(end + 1) / end
+    return int((y[: end + 1] - chord).argmax())
+
+
+# ================================================================ advantages, credit, loss
+
+
+def atom_advantages(rewards: torch.Tensor, *, std_floor: float) -> torch.Tensor:
+    """A_ik: z-score of rewards [N, K] over the N samples of one prompt group, population std, never under std_floor.
+
+    A NaN reward is left out of its group's statistics and gets advantage 0.
+    """
+    valid = ~rewards.isnan()
+    count = valid.sum(0).clamp(min=1)
+    centred = torch.where(valid, rewards - rewards.nansum(0) / count, 0.0)
+    std = (centred.square().sum(0) / count).sqrt()
+    return centred / std.clamp(min=std_floor)
+
+
+def credit_map(
+    kind: str, rewards: torch.Tensor, maps: torch.Tensor, *, std_floor: float, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """The credit of one prompt group, rewards [N, K] and maps [N, K, h, w] (mean 1) -> [N, 1, L] or [N, 1, 1].
+
+    DESIGN 3's table, the rows of the paper's Table 2: "sum" (Flow-GRPO), "atom", "spatial", "shuffled", "cast".
+    """
+    n, k = rewards.shape
+    group = atom_advantages(rewards.nanmean(1, keepdim=True), std_floor=std_floor)  # [N, 1], A_i of the mean reward
+    atoms = atom_advantages(rewards, std_floor=std_floor)  # [N, K]
+    m = maps.flatten(2)  # [N, K, L]
+    if kind == "sum":
+        credit = group
+    elif kind == "atom":
+        credit = atoms.mean(1, keepdim=True)
+    elif kind == "spatial":
+        credit = group * m.mean(1)
+    elif kind == "shuffled":
+        if k < 2:
+            raise ValueError("credit 'shuffled' needs at least 2 atoms: one map has no other atom to go to")
+        order = torch.randperm(k, generator=generator)
+        derangement = torch.empty_like(order)
+        derangement[order] = order.roll(1)  # a random cycle: no atom keeps its own map
+        credit = (atoms[..., None] * m[:, derangement]).mean(1)
+    elif kind == "cast":
+        credit = (atoms[..., None] * m).mean(1)
+    else:
+        raise ValueError(f"credit must be sum, atom, spatial, shuffled or cast, not {kind!r}")
+    return credit[:, None]
+
+
+def grpo_loss(
+    log_prob: torch.Tensor, old_log_prob: torch.Tensor, credit: torch.Tensor, *, clip_range: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's clipped objective per step and location, weighted by the credit (CAST; with a constant credit Flow-GRPO's).
+
+    log_prob, old_log_prob [N, T_w, L]; credit broadcastable to it. -> scalar loss and diagnostics without gradient.
+    """
+    ratio = (log_prob - old_log_prob).exp()
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+    loss = torch.maximum(-credit * ratio, -credit * clipped).mean()
+    with torch.no_grad():
+        info = {
+            "ratio_minus_1": (ratio - 1).abs().max(),
+            "clip_fraction": ((ratio - 1).abs() > clip_range).float().mean(),
+            "approx_kl": (ratio - 1 - (log_prob - old_log_prob)).mean(),  # k3 of joschu.net/blog/kl-approx.html
+        }
+    return loss, info
+
+
+# ================================================================ the backbone
+
+
+def load_pipeline(model: str, device: str, dtype: torch.dtype) -> DiffusionPipeline:
+    """A frozen diffusers pipeline from a folder or the hub; only safetensors. Raises UserError."""
+    try:
+        pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError) as e:
+        raise UserError(f"--model {model}: cannot be loaded: {str(e).splitlines()[0]}") from e
+    if not isinstance(pipe, Flux2Pipeline):
+        raise UserError(f"--model {model}: is a {type(pipe).__name__}; supported: Flux2Pipeline")
+    for part in (pipe.transformer, pipe.vae, pipe.text_encoder):
+        part.eval().requires_grad_(False)
+    return pipe.to(device)
+
+
+@torch.no_grad()
+def encode_prompts(
+    pipe: Flux2Pipeline, prompts: Sequence[str], *, max_sequence_length: int, text_encoder_layers: Sequence[int]
+) -> torch.Tensor:
+    """Prompt embeddings [P, S, D]. They depend on max_sequence_length: FLUX.2 attends to the padding."""
+    parts = []
+    for i in range(0, len(prompts), 32):
+        embeds, _ = pipe.encode_prompt(
+            list(prompts[i : i + 32]),
+            max_sequence_length=max_sequence_length,
+            text_encoder_out_layers=tuple(text_encoder_layers),
+        )
+        parts.append(embeds)
+    return torch.cat(parts)
+
+
+def latent_grid(pipe: Flux2Pipeline, height: int, width: int) -> tuple[int, int]:
+    """Latent tokens (h, w) of a picture of height x width pixels."""
+    cell = pipe.vae_scale_factor * 2
+    if height % cell or width % cell:
+        raise UserError(f"--height {height} --width {width}: must be multiples of {cell} for this model")
+    return height // cell, width // cell
+
+
+def schedule(pipe: Flux2Pipeline, steps: int, tokens: int) -> torch.Tensor:
+    """The pipeline's own sigmas [steps + 1], float32, from 1 to 0."""
+    pipe.scheduler.set_timesteps(
+        sigmas=np.linspace(1.0, 1 / steps, steps), mu=compute_empirical_mu(image_seq_len=tokens, num_steps=steps)
+    )
+    return pipe.scheduler.sigmas.clone()
+
+
+def start_noise(pipe: Flux2Pipeline, grid: tuple[int, int], seeds: Sequence[int]) -> torch.Tensor:
+    """Noise [N, L, C], float32, a seed a sample: what the pipeline draws for the same generators."""
+    shape = (1, pipe.transformer.config.in_channels, *grid)
+    noise = torch.cat([torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds])
+    return pipe._pack_latents(noise).to(pipe.transformer.device)
+
+
+def velocity_fn(
+    pipe: Flux2Pipeline, embeds: torch.Tensor, grid: tuple[int, int], guidance: float
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """v(x [N, L, C], sigma) for embeds [N, S, D], as the pipeline calls its transformer; guidance is embedded."""
+    img_ids = pipe._prepare_latent_ids(torch.empty(1, 1, *grid)).to(embeds.device)
+    txt_ids = pipe._prepare_text_ids(embeds[:1]).to(embeds.device)
+    scale = torch.full((len(embeds),), guidance, device=embeds.device, dtype=torch.float32)
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        timestep = (sigma * 1000).to(x.device, x.dtype).expand(len(x)) / 1000  # the pipeline's own rounding
+        return pipe.transformer(
+            hidden_states=x, timestep=timestep, guidance=scale, encoder_hidden_states=embeds, txt_ids=txt_ids, img_ids=img_ids,
+            return_dict=False,
+        )[0]  # fmt: skip
+
+    return velocity
+
+
+@torch.no_grad()
+def decode(pipe: Flux2Pipeline, latents: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """Latent tokens [N, L, C] -> pictures [N, 3, H, W] in 0..1, float32."""
+    z = latents.transpose(1, 2).unflatten(2, grid)  # [N, C, h, w]
+    bn = pipe.vae.bn
+    std = (bn.running_var + pipe.vae.config.batch_norm_eps).sqrt()
+    z = pipe._unpatchify_latents(z * std.view(1, -1, 1, 1) + bn.running_mean.view(1, -1, 1, 1))
+    return (pipe.vae.decode(z.to(pipe.vae.dtype)).sample.float() / 2 + 0.5).clamp(0, 1)
+
+
+def sample_seed(run_seed: int, round_: int, prompt_id: int, image_index: int) -> int:
+    """The seed of one picture: the same whatever the batch, the order or the number of processes."""
+    key = f"{run_seed} {round_} {prompt_id} {image_index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2
+
+
+# ================================================================ settings, errors, files
+
+
+class UserError(Exception):
+    """Something that the user can mend. Its text is one line that names the file, line or flag."""
+
+
+ROOT = Path(__file__).parent
+TINY = "tests/tiny"
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": dict(
+        model=f"{TINY}/models/flux2", vlm=f"{TINY}/models/qwen3vl", clip=f"{TINY}/models/clip", lexicon=f"{TINY}/lexicon.json",
+        eval_prompts=f"{TINY}/heldout.jsonl", oracle=f"{TINY}/world.py", height=32, width=32, steps=8, guidance=4.0,
+        max_sequence_length=8, text_encoder_layers=[1, 2, 3], noise_level=1.0,
+    ),
+    # Table 3 of the paper: 1024x1024, 50 steps, default guidance, LoRA rank 64, alpha 64.
+    "flux2-dev": dict(
+        model="black-forest-labs/FLUX.2-dev", vlm="Qwen/Qwen3-VL-8B-Instruct", clip="openai/clip-vit-large-patch14",
+        height=1024, width=1024, steps=50, guidance=4.0, max_sequence_length=512, text_encoder_layers=[10, 20, 30],
+        noise_level=0.7, rank=64, alpha=64, dtype="bfloat16",
+    ),
+}  # fmt: skip
+
+
+def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Adds the flags that all stages have; the preset's values become the defaults of the flags that the parser has."""
+    parser.formatter_class = type("Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {})
+    shared = parser.add_argument_group("shared by all stages")
+    shared.add_argument(
+        "--preset", choices=sorted(PRESETS), default="tiny", help="fills every setting; other flags override it"
+    )
+    shared.add_argument(
+        "--run", type=Path, required=True, metavar="FOLDER", help="folder of the run: all stages read and write it"
+    )
+    shared.add_argument("--seed", type=int, default=0, help="seed of the run")
+    shared.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
+    shared.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the frozen models")
+    preset_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    preset_parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
+    preset = PRESETS[preset_parser.parse_known_args()[0].preset]
+    known = {a.dest for a in parser._actions}
+    # A path of a preset is relative to the repository, so that the scripts run from any folder.
+    parser.set_defaults(**{
+        k: str(ROOT / v) if isinstance(v, str) and v.startswith(TINY) else v for k, v in preset.items() if k in known
+    })  # fmt: skip
+    return parser.parse_args()
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Runs a stage: a UserError is one line and exit code 2, Ctrl-C is 130."""
+    try:
+        main()
+    except UserError as e:
+        sys.exit(print(f"error: {e}", file=sys.stderr) or 2)
+    except KeyboardInterrupt:
+        sys.exit(print("\ninterrupted: the same command continues", file=sys.stderr) or 130)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Atomic: a reader, or a process killed at any moment, sees the old file or the whole new one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(fd, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.chmod(partial, 0o644)
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror}") from e
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, obj: Any) -> None:
+    write_text(path, json.dumps(obj, indent=1, ensure_ascii=False, default=str) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as e:
+        raise UserError(f"{path}: not found") from e
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path}: cannot be read as JSON: {e}") from e
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Atomic safetensors file; parents are made."""
+    write_bytes(path, save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, "pt") as f:
+            return {k: f.get_tensor(k) for k in f.keys()}, f.metadata() or {}
+    except FileNotFoundError as e:
+        raise UserError(f"{path}: not found") from e
+    except (OSError, SafetensorError) as e:
+        raise UserError(f"{path}: is not a whole safetensors file ({e}); remove it to have it made again") from e
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """One JSON object a line. Raises UserError with file and line."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except ValueError as e:
+            raise UserError(f"{path}:{number}: not JSON: {e}") from e
+        if not isinstance(rows[-1], dict):
+            raise UserError(f"{path}:{number}: must be a JSON object, not {type(rows[-1]).__name__}")
+    if not rows:
+        raise UserError(f"{path}: is empty")
+    return rows
+
+
+def read_atoms(path: Path) -> list[dict]:
+    """The lines of an atoms.jsonl, each with prompt, vqa_list and skills of one length, and id (its row if it has none)."""
+    rows = read_jsonl(path)
+    for number, row in enumerate(rows, 1):
+        row.setdefault("id", number - 1)
+        vqa = row.get("vqa_list")
+        if not isinstance(row.get("prompt"), str) or not isinstance(vqa, list) or not isinstance(row.get("skills"), list):
+            raise UserError(f"{path}:{number}: needs prompt, vqa_list and skills; 02_build_csg.py writes such a file")
+        if not vqa or len(vqa) != len(row["skills"]):
+            raise UserError(f"{path}:{number}: {len(vqa)} atoms and {len(row['skills'])} skills; both must be one a question")
+        if not all(isinstance(a, list) and len(a) == 2 and all(isinstance(s, str) and s for s in a) for a in vqa):
+            raise UserError(f"{path}:{number}: vqa_list must hold [question, answer] pairs")
+    if len({row["id"] for row in rows}) != len(rows):
+        raise UserError(f"{path}: two lines have the same id")
+    return rows
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a stage as JSON, without what changes no result."""
+    return json.loads(json.dumps({k: v for k, v in vars(args).items() if k not in ("run", "preset", "device")}, default=str))
+
+
+def write_settings(path: Path, args: argparse.Namespace) -> None:
+    packages = ("torch", "diffusers", "transformers", "peft", "safetensors", "numpy")
+    write_json(path, {"settings": settings(args), "versions": {p: version(p) for p in packages}})
+
+
+def require_same(path: Path, args: argparse.Namespace, ignore: Sequence[str] = ()) -> bool:
+    """Whether `path` holds these settings. False if there is no such file; UserError that names what differs."""
+    if not path.exists():
+        return False
+    old, new = read_json(path)["settings"], settings(args)
+    for key in sorted(set(old) | set(new)):
+        if old.get(key) != new.get(key) and key not in ignore:
+            flag = "--" + key.replace("_", "-")
+            raise UserError(f"{path}: was made with {flag} {old.get(key)}, not {new.get(key)}; use another --run or remove it")
+    return True
+
+
+def load_stage(path: str | Path) -> ModuleType:
+    """A script by its path (its name starts with a digit, so `import` cannot name it)."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: not found")
+    spec = importlib.util.spec_from_file_location(path.stem.lstrip("0123456789_"), path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def save_png(path: Path, image: torch.Tensor) -> None:
+    """Picture [3, H, W] in 0..1 -> PNG, atomic."""
+    buffer = io.BytesIO()
+    Image.fromarray((image * 255).round().to(torch.uint8).movedim(0, -1).cpu().numpy()).save(buffer, "PNG")
+    write_bytes(path, buffer.getvalue())
+
+
+def load_png(path: Path) -> torch.Tensor:
+    """PNG -> [3, H, W] in 0..1, float32. Raises UserError."""
+    try:
+        with Image.open(path) as image:
+            return torch.from_numpy(np.asarray(image.convert("RGB"), np.float32) / 255).movedim(-1, 0)
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path}: cannot be read as a picture: {e}") from e
