@@ -16,6 +16,8 @@ Notation (one convention everywhere; DESIGN: "The mathematics")
     N samples of a group, K atoms, T steps, T_w steps in the SDE window, L = h*w latent tokens, C channels.
 """
 
+from __future__ import annotations
+
 import argparse
 import hashlib
 import importlib.util
@@ -30,15 +32,16 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, Flux2Pipeline
-from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+
+if TYPE_CHECKING:  # imported where they are used: an error in a flag then shows at once
+    from diffusers import Flux2Pipeline
 
 # ================================================================ the SDE sampler
 
@@ -67,7 +70,9 @@ def sde_step(
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, v = x.to(dtype), velocity.to(dtype)
-    sigma, sigma_next, sigma_max = (torch.as_tensor(s, dtype=dtype, device=x.device) for s in (sigma, sigma_next, sigma_max))
+    sigma, sigma_next, sigma_max = (
+        torch.as_tensor(s, dtype=dtype, device=x.device) for s in (sigma, sigma_next, sigma_max)
+    )
     dt = sigma_next - sigma
     if kind == "ode" or noise_level == 0:
         mean = x + v * dt
@@ -79,7 +84,11 @@ def sde_step(
         x0_hat, eps_hat = x - sigma * v, x + (1 - sigma) * v
         mean = (1 - sigma_next) * x0_hat + (sigma_next**2 - std**2).sqrt() * eps_hat
     elif kind in ("flow", "dance"):
-        s = a * (sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))).sqrt() if kind == "flow" else sigma.new_tensor(a)
+        s = (
+            a * (sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))).sqrt()
+            if kind == "flow"
+            else sigma.new_tensor(a)
+        )
         mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
         std = s * (-dt).sqrt()
     else:
@@ -96,7 +105,9 @@ def randn(shape: Sequence[int], generator: Any, dtype: torch.dtype, device: torc
     if isinstance(generator, Sequence):
         rows = [torch.randn(shape[1:], generator=g, dtype=dtype, device=g.device) for g in generator]
         return torch.stack(rows).to(device)
-    return torch.randn(shape, generator=generator, dtype=dtype, device=generator.device if generator else device).to(device)
+    return torch.randn(shape, generator=generator, dtype=dtype, device=generator.device if generator else device).to(
+        device
+    )
 
 
 @dataclass
@@ -152,14 +163,10 @@ def sample(
 
 
 def knee(curve: Sequence[float]) -> int:
-    """Index where a rising curve turns into its plateau: the point farthest above the chord from its first point to its
-    maximum (Satopaa et al. 2011, "Kneedle"). The paper does not publish its rule; this one is ours."""
-    y = np.asarray(curve, float)
-    end = int(y.argmax())
-    if end < 2:
-        return end
-    chord = y[0] + (y[end] - y[0]) * np.arange(end + 1) / end
-    return int((y[: end + 1] - chord).argmax())
+    """Index where a rising curve turns into its plateau: the point of its running maximum that lies farthest above the
+    chord (Satopaa et al. 2011, "Kneedle"). The paper does not publish its rule; this one is ours."""
+    y = np.maximum.accumulate(np.asarray(curve, float))
+    return int((y - np.linspace(y[0], y[-1], len(y))).argmax())
 
 
 # ================================================================ advantages, credit, loss
@@ -230,10 +237,12 @@ def grpo_loss(
 # ================================================================ the backbone
 
 
-def load_pipeline(model: str, device: str, dtype: torch.dtype) -> DiffusionPipeline:
+def load_pipeline(model: str, device: str, dtype: torch.dtype) -> Flux2Pipeline:
     """A frozen diffusers pipeline from a folder or the hub; only safetensors. Raises UserError."""
+    from diffusers import DiffusionPipeline, Flux2Pipeline
+
     try:
-        pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=dtype, use_safetensors=True)
+        pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as e:
         raise UserError(f"--model {model}: cannot be loaded: {str(e).splitlines()[0]}") from e
     if not isinstance(pipe, Flux2Pipeline):
@@ -269,6 +278,8 @@ def latent_grid(pipe: Flux2Pipeline, height: int, width: int) -> tuple[int, int]
 
 def schedule(pipe: Flux2Pipeline, steps: int, tokens: int) -> torch.Tensor:
     """The pipeline's own sigmas [steps + 1], float32, from 1 to 0."""
+    from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
     pipe.scheduler.set_timesteps(
         sigmas=np.linspace(1.0, 1 / steps, steps), mu=compute_empirical_mu(image_seq_len=tokens, num_steps=steps)
     )
@@ -290,12 +301,16 @@ def velocity_fn(
     txt_ids = pipe._prepare_text_ids(embeds[:1]).to(embeds.device)
     scale = torch.full((len(embeds),), guidance, device=embeds.device, dtype=torch.float32)
 
+    dtype = pipe.transformer.dtype
+
     def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         timestep = (sigma * 1000).to(x.device, x.dtype).expand(len(x)) / 1000  # the pipeline's own rounding
-        return pipe.transformer(
-            hidden_states=x, timestep=timestep, guidance=scale, encoder_hidden_states=embeds, txt_ids=txt_ids, img_ids=img_ids,
-            return_dict=False,
-        )[0]  # fmt: skip
+        # x and the timestep stay float32 in bf16 too: FLUX.2 rounds the timestep to the dtype of x, its largest error.
+        with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+            return pipe.transformer(
+                hidden_states=x, timestep=timestep, guidance=scale, encoder_hidden_states=embeds, txt_ids=txt_ids,
+                img_ids=img_ids, return_dict=False,
+            )[0]  # fmt: skip
 
     return velocity
 
@@ -308,6 +323,21 @@ def decode(pipe: Flux2Pipeline, latents: torch.Tensor, grid: tuple[int, int]) ->
     std = (bn.running_var + pipe.vae.config.batch_norm_eps).sqrt()
     z = pipe._unpatchify_latents(z * std.view(1, -1, 1, 1) + bn.running_mean.view(1, -1, 1, 1))
     return (pipe.vae.decode(z.to(pipe.vae.dtype)).sample.float() / 2 + 0.5).clamp(0, 1)
+
+
+def lora_digest(transformer: torch.nn.Module) -> str:
+    """Names the policy: "base" without a LoRA or with one that changes nothing (B = 0), else a hash of its weights."""
+    if not getattr(transformer, "peft_config", None):
+        return "base"
+    from peft import get_peft_model_state_dict
+
+    weights = sorted(get_peft_model_state_dict(transformer, adapter_name=transformer.active_adapters()[0]).items())
+    if not any(bool(w.any()) for k, w in weights if "lora_B" in k):
+        return "base"
+    digest = hashlib.blake2b(digest_size=16)
+    for k, w in weights:
+        digest.update(k.encode() + w.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def sample_seed(run_seed: int, round_: int, prompt_id: int, image_index: int) -> int:
@@ -328,7 +358,7 @@ TINY = "tests/tiny"
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(
         model=f"{TINY}/models/flux2", vlm=f"{TINY}/models/qwen3vl", clip=f"{TINY}/models/clip", lexicon=f"{TINY}/lexicon.json",
-        eval_prompts=f"{TINY}/heldout.jsonl", oracle=f"{TINY}/world.py", height=32, width=32, steps=8, guidance=4.0,
+        eval_prompts=f"{TINY}/heldout.jsonl", prompts=f"{TINY}/prompts.txt", exclude=[f"{TINY}/heldout.jsonl"], oracle=f"{TINY}/world.py", height=32, width=32, steps=8, guidance=4.0,
         max_sequence_length=8, text_encoder_layers=[1, 2, 3], noise_level=1.0,
     ),
     # Table 3 of the paper: 1024x1024, 50 steps, default guidance, LoRA rank 64, alpha 64.
@@ -342,7 +372,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Adds the flags that all stages have; the preset's values become the defaults of the flags that the parser has."""
-    parser.formatter_class = type("Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {})
+    parser.formatter_class = type(
+        "Help", (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter), {}
+    )
     shared = parser.add_argument_group("shared by all stages")
     shared.add_argument(
         "--preset", choices=sorted(PRESETS), default="tiny", help="fills every setting; other flags override it"
@@ -352,15 +384,19 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     )
     shared.add_argument("--seed", type=int, default=0, help="seed of the run")
     shared.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
-    shared.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the frozen models")
+    shared.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the frozen models"
+    )
     preset_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     preset_parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     preset = PRESETS[preset_parser.parse_known_args()[0].preset]
-    known = {a.dest for a in parser._actions}
-    # A path of a preset is relative to the repository, so that the scripts run from any folder.
-    parser.set_defaults(**{
-        k: str(ROOT / v) if isinstance(v, str) and v.startswith(TINY) else v for k, v in preset.items() if k in known
-    })  # fmt: skip
+
+    def located(value: Any) -> Any:  # a preset's paths are relative to the repository: the scripts run from any folder
+        if isinstance(value, list):
+            return [located(v) for v in value]
+        return str(ROOT / value) if isinstance(value, str) and value.startswith(TINY) else value
+
+    parser.set_defaults(**{k: located(v) for k, v in preset.items() if k in {a.dest for a in parser._actions}})
     return parser.parse_args()
 
 
@@ -428,7 +464,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 def read_jsonl(path: Path) -> list[dict]:
     """One JSON object a line. Raises UserError with file and line."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
     rows = []
@@ -446,16 +482,38 @@ def read_jsonl(path: Path) -> list[dict]:
     return rows
 
 
+def read_prompts(path: str | Path) -> list[str]:
+    """Prompts of a .jsonl or .json file's "prompt" fields, or of a text file, one a line."""
+    if Path(path).suffix in (".jsonl", ".json"):
+        prompts = [row.get("prompt") for row in read_jsonl(Path(path))]
+        if not all(isinstance(p, str) for p in prompts):
+            raise UserError(f'{path}: not every line has a "prompt" that is a text')
+        return prompts
+    try:
+        lines = map(str.strip, Path(path).read_text("utf-8-sig").split("\n"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
+    if not (prompts := [line for line in lines if line]):
+        raise UserError(f"{path}: is empty")
+    return prompts
+
+
 def read_atoms(path: Path) -> list[dict]:
     """The lines of an atoms.jsonl, each with prompt, vqa_list and skills of one length, and id (its row if it has none)."""
     rows = read_jsonl(path)
     for number, row in enumerate(rows, 1):
         row.setdefault("id", number - 1)
         vqa = row.get("vqa_list")
-        if not isinstance(row.get("prompt"), str) or not isinstance(vqa, list) or not isinstance(row.get("skills"), list):
+        if (
+            not isinstance(row.get("prompt"), str)
+            or not isinstance(vqa, list)
+            or not isinstance(row.get("skills"), list)
+        ):
             raise UserError(f"{path}:{number}: needs prompt, vqa_list and skills; 02_build_csg.py writes such a file")
         if not vqa or len(vqa) != len(row["skills"]):
-            raise UserError(f"{path}:{number}: {len(vqa)} atoms and {len(row['skills'])} skills; both must be one a question")
+            raise UserError(
+                f"{path}:{number}: {len(vqa)} atoms and {len(row['skills'])} skills; both must be one a question"
+            )
         if not all(isinstance(a, list) and len(a) == 2 and all(isinstance(s, str) and s for s in a) for a in vqa):
             raise UserError(f"{path}:{number}: vqa_list must hold [question, answer] pairs")
     if len({row["id"] for row in rows}) != len(rows):
@@ -465,7 +523,9 @@ def read_atoms(path: Path) -> list[dict]:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of a stage as JSON, without what changes no result."""
-    return json.loads(json.dumps({k: v for k, v in vars(args).items() if k not in ("run", "preset", "device")}, default=str))
+    return json.loads(
+        json.dumps({k: v for k, v in vars(args).items() if k not in ("run", "preset", "device")}, default=str)
+    )
 
 
 def write_settings(path: Path, args: argparse.Namespace) -> None:
@@ -481,7 +541,9 @@ def require_same(path: Path, args: argparse.Namespace, ignore: Sequence[str] = (
     for key in sorted(set(old) | set(new)):
         if old.get(key) != new.get(key) and key not in ignore:
             flag = "--" + key.replace("_", "-")
-            raise UserError(f"{path}: was made with {flag} {old.get(key)}, not {new.get(key)}; use another --run or remove it")
+            raise UserError(
+                f"{path}: was made with {flag} {old.get(key)}, not {new.get(key)}; use another --run or remove it"
+            )
     return True
 
 

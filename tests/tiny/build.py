@@ -24,7 +24,7 @@ import world  # noqa: E402
 from fit import fit  # noqa: E402
 
 TEXT_LENGTH = 8  # "three red circles to the left of two blue squares" is 7 tokens: a side is one token
-TEXT_WIDTH = 32
+TEXT_WIDTH = 64
 TEXT_LAYERS = (1, 2, 3)
 STEPS = 8
 
@@ -52,12 +52,11 @@ def text_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def text_encoder(vocab_size: int) -> Mistral3ForConditionalGeneration:
-    """Random and frozen: FLUX.2's transformer reads its word embeddings through a learned linear layer."""
     config = Mistral3Config(
         text_config=dict(
-            model_type="mistral", vocab_size=vocab_size, hidden_size=TEXT_WIDTH, intermediate_size=64, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=None,
-            rope_parameters=dict(rope_type="default", rope_theta=1e4), pad_token_id=0, bos_token_id=1, eos_token_id=1,
+            model_type="mistral", vocab_size=vocab_size, hidden_size=TEXT_WIDTH, intermediate_size=128, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=4, head_dim=16, max_position_embeddings=64, sliding_window=None,
+            rope_parameters=dict(rope_type="default", rope_theta=100.0), pad_token_id=0, bos_token_id=1, eos_token_id=1,
         ),
         vision_config=dict(
             model_type="pixtral", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, intermediate_size=16,
@@ -66,9 +65,42 @@ def text_encoder(vocab_size: int) -> Mistral3ForConditionalGeneration:
         image_token_index=1, spatial_merge_size=2,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Mistral3ForConditionalGeneration(config).eval().requires_grad_(False)
+    model = Mistral3ForConditionalGeneration(config).eval()
     torch.nn.init.normal_(model.get_input_embeddings().weight)
     return model
+
+
+def train_text_encoder(
+    model: Mistral3ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
+) -> None:
+    """Stands for a language model's pretraining: linear heads read from each noun its group's count, colour and shape,
+    and from the last noun the side and the first group too. The heads are dropped, the encoder is frozen."""
+    sizes = (3, 3, 3, 5, 3, 3, 3)  # own count, colour, shape; side or "and"; the first group's count, colour, shape
+    torch.manual_seed(4)
+    heads = torch.nn.Linear(TEXT_WIDTH, sum(sizes))
+    nouns = torch.tensor([i for w, i in tokenizer.get_vocab().items() if w.rstrip("s") in world.SHAPES])
+    text = model.model.language_model
+
+    def loss_fn(step: int) -> tuple[torch.Tensor, dict]:
+        rng = random.Random(f"text {step}")
+        scenes = [world.random_scene(rng) for _ in range(128)]
+        x = tokenizer([str(s) for s in scenes], padding="max_length", max_length=TEXT_LENGTH, return_tensors="pt")
+        h = text(input_ids=x.input_ids, attention_mask=x.attention_mask).last_hidden_state
+        row, place = torch.isin(x.input_ids, nouns).nonzero(as_tuple=True)  # the nouns, group by group
+        want = []
+        for scene in scenes:
+            for i, g in enumerate(scene.groups):
+                first = scene.groups[0]
+                above = [4 if scene.side is None else scene.side, first.count - 1, first.colour, first.shape]
+                want.append([g.count - 1, g.colour, g.shape] + (above if i == 1 else [-100] * 4))
+        losses = [
+            torch.nn.functional.cross_entropy(logits, target)
+            for logits, target in zip(heads(h[row, place]).split(sizes, 1), torch.tensor(want).T, strict=True)
+        ]
+        return sum(losses), {}
+
+    fit("text", torch.nn.ModuleList([text, heads]), loss_fn, steps=args.text_steps, lr=2e-3, work=args.work, ema_decay=0.99)
+    model.requires_grad_(False)
 
 
 def autoencoder() -> AutoencoderKLFlux2:
@@ -196,6 +228,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models", help="folder of the models")
     parser.add_argument("--work", type=Path, required=True, help="folder of the training states")
     parser.add_argument("--mislabel", type=float, default=0.35, help="probability of a wrong attribute in a caption (0.35)")
+    parser.add_argument("--text-steps", type=int, default=1500)
     parser.add_argument("--vae-steps", type=int, default=2500)
     parser.add_argument("--clean-steps", type=int, default=8000)
     parser.add_argument("--base-steps", type=int, default=2500)
@@ -211,6 +244,7 @@ def main() -> None:
         tokenizer=tokenizer, transformer=denoiser(),
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
+    train_text_encoder(pipe.text_encoder, tokenizer, args)
     train_autoencoder(pipe.vae, args)
     args.pool = encode_pool(pipe.vae, args.pool, seed=3)
     held_out = world.held_out_prompts()

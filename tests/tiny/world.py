@@ -120,19 +120,17 @@ def random_scene(rng: random.Random, p_single: float = 0.2, p_side: float = 0.7)
 
 
 def lay_out(scene: Scene, rng: random.Random) -> np.ndarray:
-    """Cells [4, 4] of a picture in which every atom of the scene is true."""
+    """Cells [4, 4] of a picture in which every atom of the scene is true: each group stands in a quarter of its own."""
+    quarters = [(y, x) for y in (0, 1) for x in (0, 1)]
+    axis = 0 if scene.side is not None and scene.side >= 2 else 1
+    while True:
+        chosen = rng.sample(quarters, len(scene.groups))
+        if scene.side is None or chosen[scene.side % 2][axis] < chosen[1 - scene.side % 2][axis]:
+            break
     cells = np.full((GRID, GRID), EMPTY)
-    rooms = [range(GRID * GRID)] * len(scene.groups)
-    if scene.side is not None:
-        vertical = scene.side >= 2
-        cut = rng.randrange(1, GRID)  # a single line of 4 cells holds the most that a group counts, 3
-        index = [(i // GRID if vertical else i % GRID) for i in range(GRID * GRID)]
-        rooms = [[i for i in range(GRID * GRID) if index[i] < cut], [i for i in range(GRID * GRID) if index[i] >= cut]]
-        if scene.side in (1, 3):
-            rooms.reverse()
-    for group, room in zip(scene.groups, rooms, strict=True):
-        free = [i for i in room if cells.flat[i] == EMPTY]
-        cells.flat[rng.sample(free, group.count)] = group.shape * 3 + group.colour
+    for group, (y, x) in zip(scene.groups, chosen, strict=True):
+        for i in rng.sample(range(4), group.count):
+            cells[2 * y + i // 2, 2 * x + i % 2] = group.shape * 3 + group.colour
     return cells
 
 

@@ -1,0 +1,487 @@
+"""Stage 05: metrics by hand, the bootstrap, the page, what is reused and what is refused, and a run on the tiny models."""
+
+import io
+import json
+import math
+import random
+import re
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import world
+from conftest import ROOT
+from diffusers import Flux2Pipeline
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+import common
+from common import UserError
+
+MODELS = ROOT / "tests" / "tiny" / "models"
+HELD_OUT = ROOT / "tests" / "tiny" / "heldout.jsonl"
+needs_models = pytest.mark.skipif(
+    not ((MODELS / "flux2").is_dir() and (MODELS / "qwen3vl").is_dir()), reason="tests/tiny/models has not been built"
+)
+ev = common.load_stage(ROOT / "05_eval.py")
+
+# A "VLM" that needs no model: 0.9 where the oracle says right, 0.2 elsewhere.
+FAKE_SCORER = """
+import sys, torch
+sys.path.insert(0, {tiny!r})
+import world
+calls = []
+def load_scorer(vlm, device, dtype, map_layers):
+    return None
+def score(scorer, images, vqa, grid, maps=True):
+    calls.append(len(images))
+    right = [world.judge(image.movedim(0, -1).numpy(), vqa) for image in images]
+    return torch.tensor(right).float() * 0.7 + 0.2, None
+"""
+
+
+def start(*argv: str) -> tuple[int, str]:
+    """Runs stage 05 in this process -> exit code and all that it printed."""
+    out, old = io.StringIO(), sys.argv
+    sys.argv = ["05_eval.py", *map(str, argv)]
+    try:
+        with redirect_stdout(out), redirect_stderr(out):
+            common.run_main(ev.main)
+        code = 0
+    except SystemExit as e:
+        code = e.code
+    finally:
+        sys.argv = old
+    return code, out.getvalue()
+
+
+def refused(*argv: str) -> str:
+    code, out = start(*argv)
+    lines = [line for line in out.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(lines) == 1, out
+    return lines[0]
+
+
+def synthetic(n: int, images: int = 1, *, lora: bool = True, oracle: bool = True, same: bool = False):
+    """n prompts of the tiny world with random scores -> prompts, records."""
+    rng, scenes = np.random.default_rng(0), world.held_out_prompts()
+    prompts, records = {}, {}
+    for row, scene in enumerate(scenes[:n]):
+        vqa = world.questions(scene)
+        skills = ["count", "attribute", "object", "position", "count", "attribute", "object"]
+        skills = skills if len(vqa) == 7 else skills[:3] * 2
+        prompts[row] = {"prompt": str(scene), "vqa_list": vqa, "skills": skills, "atom_count": len(vqa)}
+        for i in range(images):
+            for system in ("base", "lora") if lora else ("base",):
+                s = rng.random(len(vqa)).round(3).tolist()
+                records[system, row, i] = {"scores": s, "oracle": [v > 0.4 for v in s] if oracle else None}
+            if same and lora:
+                records["lora", row, i] = records["base", row, i]
+    return prompts, records
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_metrics_by_hand():
+    """Two prompts of different length, two pictures each: pooled and averaged metrics differ, and a score of 0 kills GM."""
+    prompts = {
+        3: {"skills": ["count", "object"], "atom_count": 2},
+        7: {"skills": ["count", "verb", "position", "object"], "atom_count": 4},
+    }
+    scores = {(3, 0): [0.4, 0.9], (3, 1): [0.0, 1.0], (7, 0): [0.5, 0.5, 0.5, 0.5], (7, 1): [1.0, 0.25, 0.25, 1.0]}
+    right = {(3, 0): [1, 1], (3, 1): [0, 1], (7, 0): [0, 1, 0, 1], (7, 1): [1, 1, 1, 1]}
+    records = {("base", *k): {"scores": s, "oracle": [bool(v) for v in right[k]]} for k, s in scores.items()}
+    got = ev.summarise(prompts, records, ["base"], 2)
+    want = {
+        "soft_tifa.am": ((0.65 + 0.5) / 2 + (0.5 + 0.625) / 2) / 2,
+        "soft_tifa.gm": ((0.6 + 0) / 2 + (0.5 + 0.5) / 2) / 2,
+        "oracle.all": ((1 + 0) / 2 + (0 + 1) / 2) / 2,
+        "oracle.atom": 9 / 12,
+        "oracle.gap": (2.3 + 4.5) / 12 - 9 / 12,
+        "oracle.object": 4 / 4,
+        "oracle.count": 2 / 4,
+        "oracle.relation": 3 / 4,
+        "skill.object": (0.9 + 1 + 0.5 + 1) / 4,
+        "skill.count": (0.4 + 0 + 0.5 + 1) / 4,
+        "skill.position": 0.375,
+        "skill.verb": 0.375,
+        "atomicity.2": 0.3,
+        "atomicity.4": 0.5,
+    }
+    assert got["base"] == pytest.approx({k: 100 * v for k, v in want.items()}, abs=1e-4) and [*got["base"]] == [*want]
+    assert got["prompts_of"]["skill.verb"] == 1 and got["prompts_of"]["skill.count"] == 2 and "delta" not in got
+
+
+def test_skill_scores_pool_questions_not_prompts():
+    prompts = {0: {"skills": ["count"] * 3, "atom_count": 3}, 1: {"skills": ["count"], "atom_count": 1}}
+    records = {("base", 0, 0): {"scores": [1.0] * 3, "oracle": None}, ("base", 1, 0): {"scores": [0.0], "oracle": None}}
+    got = ev.summarise(prompts, records, ["base"], 1)["base"]
+    assert got == {
+        "soft_tifa.am": 50, "soft_tifa.gm": 50, "skill.count": 75, "atomicity.1": 0, "atomicity.3": 100,
+    }  # fmt: skip
+
+
+def test_a_delta_is_the_paired_difference():
+    prompts, records = synthetic(60, 2)
+    got = ev.summarise(prompts, records, ["base", "lora"], 2)
+    assert got["base"].keys() == got["lora"].keys() == got["delta"].keys()
+    for metric, d in got["delta"].items():
+        assert d["mean"] == pytest.approx(got["lora"][metric] - got["base"][metric], abs=2e-4)
+        assert d["low"] <= d["mean"] <= d["high"]
+    assert got == ev.summarise(prompts, records, ["base", "lora"], 2), "the bootstrap has a fixed seed"
+    # AM is a mean over prompts: its bootstrap interval must be near mean +- 1.96 standard errors (60 prompts: within 15%)
+    am = {s: [np.mean([records[s, r, i]["scores"] for i in range(2)]) for r in prompts] for s in ("base", "lora")}
+    error = 100 * np.std(np.subtract(am["lora"], am["base"]), ddof=1) / math.sqrt(len(prompts))
+    d = got["delta"]["soft_tifa.am"]
+    assert (d["high"] - d["low"]) / 2 == pytest.approx(1.96 * error, rel=0.15)
+
+
+def test_delta_is_zero_when_the_lora_changes_nothing():
+    prompts, records = synthetic(20, 2, same=True)
+    delta = ev.summarise(prompts, records, ["base", "lora"], 2)["delta"]
+    assert {v for d in delta.values() for v in d.values()} == {0.0}
+
+
+def test_bootstrap_interval_covers():
+    """Of 400 samples of 100 prompts, 95% intervals of a mean and of a ratio of sums with prompts of 1 to 9 questions.
+
+    If the true coverage is 94% (percentile bootstrap at this size), fewer than 90% or more than 98% hits in 400 has a
+    probability under 2e-3 a metric (binomial); the seeds are fixed, so this test itself never flips.
+    """
+    rng, hits = np.random.default_rng(0), np.zeros(2)
+    for trial in range(400):
+        den = np.stack([np.ones(100), rng.integers(1, 10, 100)], 1).astype(float)
+        effect = rng.normal(0.1, 0.3, 100)  # one a prompt, shared by its questions: the prompt is the cluster
+        diff = np.stack([effect, effect * den[:, 1]], 1)
+        low, high = ev.bootstrap(diff, den, resamples=1000, seed=trial)
+        hits += (low <= 0.1) & (0.1 <= high)
+    assert ((hits / 400 > 0.90) & (hits / 400 < 0.98)).all(), f"coverage {hits / 400}"
+
+
+def test_no_interval_from_a_single_prompt():
+    diff, den = np.array([[0.5, 0.2], [0.1, 0.0], [0.3, 0.0]]), np.array([[1.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    bounds = ev.bootstrap(diff, den, resamples=200)
+    assert np.isfinite(bounds[:, 0]).all() and np.isnan(bounds[:, 1]).all()
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def test_atom_counts_are_found_from_the_questions(tmp_path):
+    """GenEval 2 does not count "a": checked on all held-out prompts, whose file has the counts."""
+    lines = common.read_jsonl(HELD_OUT)
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text("".join(json.dumps({k: v for k, v in r.items() if k != "atom_count"}) + "\n" for r in lines))
+    got = ev.read_prompts(str(bare), None)
+    assert [r["atom_count"] for r in got.values()] == [r["atom_count"] for r in lines] and [*got] == [*range(360)]
+
+
+def test_a_subset_is_fixed_nested_and_keyed_by_row():
+    small, large = (ev.read_prompts(str(HELD_OUT), n) for n in (20, 90))
+    lines = common.read_jsonl(HELD_OUT)
+    assert small.items() <= large.items() and len(small) == 20 and [*large] == sorted(large)
+    assert all(lines[row]["prompt"] == line["prompt"] for row, line in large.items())
+    assert [*small] != [*range(20)], "never the first rows: files are sorted"
+
+
+def test_the_latest_lora_is_found(tmp_path):
+    assert ev.find_lora(tmp_path, "none") is None
+    for r in (2, 100, 20):
+        folder = tmp_path / "lora" / f"round_{r:04d}"
+        folder.mkdir(parents=True)
+        (folder / ev.LORA_FILE).touch()
+    (tmp_path / "lora" / "round_0200").mkdir()  # has no file yet
+    assert ev.find_lora(tmp_path, None).parent.name == "round_0100"
+    assert ev.find_lora(tmp_path, str(tmp_path / "lora" / "round_0002")).parent.name == "round_0002"
+    with pytest.raises(UserError, match="round_0200: no pytorch_lora_weights"):
+        ev.find_lora(tmp_path, str(tmp_path / "lora" / "round_0200"))
+
+
+def test_bad_input_is_one_clear_line(tmp_path):
+    good = HELD_OUT.read_text().splitlines()[0]
+    assert "no such folder" in refused("--run", tmp_path / "no")
+    assert "lora: no pytorch_lora_weights.safetensors; 04_train_cast.py makes it" in refused("--run", tmp_path)
+    assert "--images-per-prompt 0" in refused("--run", tmp_path, "--images-per-prompt", 0)
+    assert "--num-prompts -1" in refused("--run", tmp_path, "--num-prompts", -1)
+    assert "--eval-prompts" in refused("--run", tmp_path, "--preset", "flux2-dev")
+    bad = tmp_path / "prompts.jsonl"
+    for text, message in [
+        (f"{good}\n{{broken\n", "prompts.jsonl:2: not JSON"), ('{"prompt": "a red circle"}', "02_build_csg.py"),
+        (good.replace('"count"', '"colour"'), "prompts.jsonl:1: unknown skill 'colour'"), ("", "is empty"),
+        (good.replace('"skills": [', '"skills": ["count", '), "prompts.jsonl:1"),
+    ]:  # fmt: skip
+        bad.write_text(text)
+        assert message in refused("--run", tmp_path, "--lora", "none", "--eval-prompts", bad)
+    assert "gone.py" in refused("--run", tmp_path, "--lora", "none", "--oracle", tmp_path / "gone.py")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["prompts.jsonl"], "nothing is written"
+
+
+# ---------------------------------------------------------------- judging and what is kept
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A run with a (fake) LoRA and all pictures: the base's of the true scenes, the LoRA's of the scene before."""
+    run, scorer = tmp_path / "run", tmp_path / "scorer.py"
+    scorer.write_text(FAKE_SCORER.format(tiny=str(ROOT / "tests" / "tiny")))
+    lora = run / "lora" / "round_0001" / ev.LORA_FILE
+    lora.parent.mkdir(parents=True)
+    save_file({"x": torch.zeros(1)}, lora)
+    argv = ["--run", run, "--scorer", scorer, "--num-prompts", 6, "--images-per-prompt", 2]
+    lines = common.read_jsonl(HELD_OUT)
+
+    def draw(out, prompts, lora, args):
+        """Stands in for `generate`."""
+        scenes, rng = {str(s): s for s in world.held_out_prompts()}, np.random.default_rng(0)
+        for row in prompts:
+            for i in range(args.images_per_prompt):
+                for system, shown in (("base", row), ("lora", row - 1)):
+                    path = ev.picture_path(out, system, row, i)
+                    if not path.exists() and (lora or system == "base"):
+                        cells = world.lay_out(scenes[lines[shown]["prompt"]], random.Random(i))
+                        common.save_png(path, torch.from_numpy(world.render(cells, rng)).movedim(-1, 0))
+
+    real, ev.generate = ev.generate, draw
+    yield run, argv, lora, scorer
+    ev.generate = real
+
+
+def scores_of(run: Path) -> dict:
+    return json.loads((run / "eval" / "scores.json").read_text())
+
+
+def stamps(folder: Path) -> dict[Path, int]:
+    return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+
+
+def test_scores_are_kept_and_a_second_start_writes_nothing(fake):
+    run, argv, _, _ = fake
+    code, out = start(*argv)
+    assert code == 0, out
+    scores = scores_of(run)
+    assert scores["base"]["oracle.all"] == 100 and scores["base"]["soft_tifa.am"] == pytest.approx(90)
+    assert scores["lora"]["oracle.all"] < 100 and scores["delta"]["oracle.all"]["mean"] < 0
+    assert scores["prompts"] == 6 and scores["guidance"] == 4.0 and scores["steps"] == 8 and scores["seed"] == 0
+    lines = common.read_jsonl(run / "eval" / "per_image.jsonl")
+    assert len(lines) == 24 and all(len(r["scores"]) == len(r["oracle"]) for r in lines)
+    before = stamps(run)
+    assert start(*argv)[0] == 0 and stamps(run) == before
+    assert not [p for p in before if p.name.startswith(".")], "no temporary file is left"
+
+
+def test_only_what_is_missing_is_scored(fake):
+    run, argv, _, _ = fake
+    assert start(*argv)[0] == 0
+    want = scores_of(run)
+    path = run / "eval" / "per_image.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-3]))
+    assert start(*argv)[0] == 0 and scores_of(run) == want
+    assert sys.modules["scorer"].calls == [3], "the fake stage 03 is loaded anew at each start"
+    assert sorted(path.read_text().splitlines()) == sorted("".join(lines).splitlines())
+
+
+def test_another_lora_has_its_pictures_made_again_and_the_base_is_kept(fake):
+    run, argv, lora, _ = fake
+    assert start(*argv)[0] == 0
+    before = stamps(run / "eval" / "images")
+    save_file({"x": torch.ones(1)}, lora)
+    code, out = start(*argv)
+    assert code == 0 and "the LoRA has changed" in out
+    changed = {p.parent.name for p, t in stamps(run / "eval" / "images").items() if before[p] != t}
+    assert changed == {"lora"} and sys.modules["scorer"].calls == [2] * 6, "two pictures a prompt, of the LoRA alone"
+    assert start(*argv, "--lora", "none")[0] == 0 and "lora" not in scores_of(run)
+    assert start(*argv)[0] == 0 and "lora" in scores_of(run) and sys.modules["scorer"].calls == [2] * 6
+
+
+def test_another_judge_scores_again(fake):
+    run, argv, _, scorer = fake
+    assert start(*argv)[0] == 0
+    scorer.write_text(scorer.read_text().replace("0.7 + 0.2", "0.5 + 0.1"))
+    assert start(*argv)[0] == 0
+    assert scores_of(run)["base"]["soft_tifa.am"] == pytest.approx(60)
+    scorer.write_text(scorer.read_text().replace("0.5 + 0.1", "float('nan')"))
+    assert "is not a number" in refused(*argv)
+
+
+def test_pictures_of_other_settings_are_refused(fake, tmp_path):
+    run, argv, _, _ = fake
+    assert start(*argv)[0] == 0
+    before = stamps(run)
+    assert "with --guidance 4.0, not 3.0" in refused(*argv, "--guidance", 3)
+    assert "with --seed 0, not 1" in refused(*argv, "--seed", 1)
+    assert "with --model" in refused(*argv, "--model", "another")
+    other = tmp_path / "other.jsonl"
+    other.write_text(HELD_OUT.read_text() + HELD_OUT.read_text().splitlines()[0] + "\n")
+    assert "with --eval-prompts heldout.jsonl (sha256" in refused(*argv, "--eval-prompts", other)
+    assert stamps(run) == before
+    (run / "eval" / "settings.json").unlink()
+    assert "has no settings.json" in refused(*argv)
+
+
+# ---------------------------------------------------------------- the page
+
+
+class Tags(HTMLParser):
+    """Counts start tags and checks that what must be closed is closed in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open, self.seen, self.text = [], [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "img", "br", "th", "td", "tr", "p"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in ("th", "td", "tr", "p"):
+            assert self.open.pop() == tag, tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def make_page(run: Path, prompts: dict, records: dict, size: int = 32) -> tuple[str, Tags]:
+    systems = sorted({key[0] for key in records})
+    for system, row, i in records:
+        common.save_png(ev.picture_path(run / "eval", system, row, i), torch.rand(3, size, size))
+    facts = dict(prompts=len(prompts), images_per_prompt=1, prompts_trained_on=0, steps=8, guidance=4.0, seed=0)
+    facts |= dict(model="some/model", vlm="some/vlm", lora_folder="lora/round_0001")
+    page = ev.page(run, prompts, records, facts | ev.summarise(prompts, records, systems, 1))
+    return page, Tags(page)
+
+
+def test_the_page_is_whole_self_contained_and_escaped(tmp_path):
+    prompts, records = synthetic(30)
+    for line in prompts.values():
+        line["prompt"] = '<script>alert("x")</script> & ' + line["prompt"]
+        line["vqa_list"] = [[f"<b>{q}", a + "<i>"] for q, a in line["vqa_list"]]
+    metrics = [
+        {"round": r, "reward": 0.5 + r / 10, "atoms": {"count": None if r == 1 else 0.5, "verb": 0.1 * r}, "grad_norm": 0.1,
+         "clip_fraction": 0.0, "ratio_minus_1": 1e-8, "seconds": {"rollout": 1.0, "update": 2.0}}
+        for r in range(4)
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    common.save_png(tmp_path / "window.png", torch.rand(3, 300, 600))
+    page, tags = make_page(tmp_path, prompts, records)
+    assert not re.search(r"https?://|//[a-z]|@import|url\(|<script|<link", re.sub(r"base64,[^\"]*", "", page))
+    assert tags.open == [] or tags.open == ["html"]
+    kinds = [t for t, _ in tags.seen]
+    assert kinds.count("img") == 2 * 24 + 1 and kinds.count("article") == 24 and kinds.count("polyline") == 4 + 2 + 2
+    assert all(a["src"].startswith("data:image/png;base64,") and a["alt"] for t, a in tags.seen if t == "img")
+    assert '<script>alert("x")</script> &' in tags.text and "&amp;amp;" not in page and "&amp;lt;" not in page
+    assert tags.text.index("Random prompts") < tags.text.index("Largest changes") and "nan" not in tags.text.lower()
+    assert "pixelated" in page and 'lang="en"' in page and "width=device-width" in page
+
+
+def test_the_page_of_the_base_alone_and_of_large_pictures(tmp_path):
+    page, tags = make_page(tmp_path, *synthetic(3, lora=False, oracle=False), size=1024)
+    assert "Largest changes" not in page and "LoRA against base" not in page and "by the VLM" in page
+    assert "pixelated" not in page and len(page) < 3 * 600_000, "large pictures are made smaller"
+
+
+def test_the_pictures_on_the_page_are_random_first_then_the_extremes():
+    prompts, records = synthetic(100)
+    shown, changed = ev.pick(prompts, records)
+    change = {
+        r: abs(np.mean(records["lora", r, 0]["oracle"]) - np.mean(records["base", r, 0]["oracle"])) for r in prompts
+    }
+    assert len(shown) == len(changed) == 12 and not set(shown) & set(changed)
+    assert min(change[r] for r in changed) >= max(change[r] for r in set(prompts) - set(shown) - set(changed))
+    _, again = synthetic(100, same=True)
+    assert ev.pick(prompts, again) == (shown, []), "the random ones do not depend on what came out"
+
+
+# ---------------------------------------------------------------- the tiny models
+
+
+def write_lora(folder: Path, std: float) -> None:
+    """A LoRA as stage 04 writes it, with random weights."""
+    pipe = common.load_pipeline(str(MODELS / "flux2"), "cpu", torch.float32)
+    torch.manual_seed(0)
+    pipe.transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "to_v"]))
+    for name, p in pipe.transformer.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=std)
+    layers = get_peft_model_state_dict(pipe.transformer)
+    Flux2Pipeline.save_lora_weights(folder, transformer_lora_layers=layers)
+
+
+@needs_models
+def test_tiny_models_end_to_end(tmp_path):
+    run, lora = tmp_path / "run", tmp_path / "lora"
+    run.mkdir()
+    write_lora(lora, 0.1)
+    models = ["--model", MODELS / "flux2", "--vlm", MODELS / "qwen3vl"]
+    argv = ["--run", run, "--lora", lora, "--num-prompts", 4, "--images-per-prompt", 2, "--batch-size", 3, *models]
+    code, out = start(*argv)
+    assert code == 0, out
+    images = sorted((run / "eval" / "images").rglob("*.png"))
+    assert len(images) == 16
+    pairs = [
+        (p.read_bytes(), (run / "eval" / "images" / "lora" / p.name).read_bytes())
+        for p in images
+        if p.parent.name == "base"
+    ]
+    assert len({a for a, _ in pairs}) == 8 and all(a != b for a, b in pairs), (
+        "8 different pictures, changed by the LoRA"
+    )
+
+    # what diffusers' own pipeline draws from the same seeds, to one level of 8 bits
+    prompts = ev.read_prompts(str(HELD_OUT), 4)
+    pipe = common.load_pipeline(str(MODELS / "flux2"), "cpu", torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    for system in ("base", "lora"):
+        if system == "lora":
+            pipe.load_lora_weights(lora)
+        want = pipe(
+            prompt=[line["prompt"] for line in prompts.values()], height=32, width=32, num_inference_steps=8, guidance_scale=4.0,
+            max_sequence_length=8, text_encoder_out_layers=(1, 2, 3), output_type="pt",
+            generator=[torch.Generator().manual_seed(common.sample_seed(0, ev.EVAL_ROUND, row, 1)) for row in prompts],
+        ).images  # fmt: skip
+        got = torch.stack([common.load_png(ev.picture_path(run / "eval", system, row, 1)) for row in prompts])
+        assert (got - want).abs().max() <= 1.01 / 255
+
+    # a second start writes nothing; a run that lost half of its pictures ends in the same bits
+    before, content = stamps(run), {p: p.read_bytes() for p in images}
+    assert start(*argv)[0] == 0 and stamps(run) == before
+    for p in images[::2]:
+        p.unlink()
+    assert start(*argv)[0] == 0 and {p: p.read_bytes() for p in images} == content
+
+
+@needs_models
+def test_a_lora_that_changes_nothing_has_delta_zero_and_a_foreign_one_is_refused(tmp_path):
+    run, lora = tmp_path / "run", tmp_path / "lora"
+    run.mkdir()
+    write_lora(lora, 0.0)
+    models = ["--model", MODELS / "flux2", "--vlm", MODELS / "qwen3vl"]
+    argv = ["--run", run, "--lora", lora, "--num-prompts", 3, *models]
+    code, out = start(*argv)
+    assert code == 0, out
+    assert all(abs(v or 0) <= 1e-3 for d in scores_of(run)["delta"].values() for v in d.values())
+
+    weights = load_file(lora / ev.LORA_FILE)
+    foreign = {
+        "prefix": {"unet." + k.removeprefix("transformer."): v for k, v in weights.items()},
+        "layers": {k.replace("transformer_blocks.1", "transformer_blocks.7"): v for k, v in weights.items()},
+        "empty": {},
+    }
+    for name, keys in foreign.items():
+        (tmp_path / name).mkdir()
+        save_file(keys, tmp_path / name / ev.LORA_FILE)
+        assert "is no LoRA for this model" in refused(*argv[:2], "--lora", tmp_path / name, *argv[4:])
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / ev.LORA_FILE).write_bytes((lora / ev.LORA_FILE).read_bytes()[:500])
+    assert "is no LoRA for this model" in refused(*argv[:2], "--lora", tmp_path / "cut", *argv[4:])

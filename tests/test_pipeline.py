@@ -1,0 +1,327 @@
+"""The five stages on the tiny world: same numbers as diffusers, exact resume, errors that a user can act on."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file, save_file
+
+import common
+
+MODELS = ROOT / "tests" / "tiny" / "models"
+SMALL = ["--groups", "4", "--samples", "4", "--batch-groups", "2", "--window", "0", "3"]
+
+
+def run(script: str, *argv: str, expect: int = 0) -> str:
+    """Runs a stage in this process; returns what it printed. A stage must leave with `expect`."""
+    out, old = io.StringIO(), sys.argv
+    sys.argv = [script, *map(str, argv)]
+    try:
+        with redirect_stdout(out), redirect_stderr(out):
+            code = 0
+            try:
+                common.run_main(common.load_stage(ROOT / script).main)
+            except SystemExit as e:
+                code = e.code or 0
+    finally:
+        sys.argv = old
+    assert code == expect, f"{script} {argv} left with {code}:\n{out.getvalue()}"
+    return out.getvalue()
+
+
+def fails(script: str, *argv: str) -> str:
+    """The one line of a refused start."""
+    lines = [line for line in run(script, *argv, expect=2).splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    pipe = common.load_pipeline(str(MODELS / "flux2"), "cpu", torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture
+def atoms_run(tmp_path) -> Path:
+    """A run with atoms and a window, ready for stages 03 and 04."""
+    run("02_build_csg.py", "--run", tmp_path, "--sample", "12")
+    return tmp_path
+
+
+# ---------------------------------------------------------------- the same numbers as diffusers
+
+
+def test_ode_sampling_and_decoding_equal_the_pipeline(pipe):
+    prompts = [
+        "three red circles to the left of two blue squares",
+        "a green triangle",
+        "two blue circles and a red square",
+    ]
+    text = dict(max_sequence_length=8, text_encoder_out_layers=(1, 2, 3))
+    want = {
+        kind: pipe(
+            prompt=prompts, height=32, width=32, num_inference_steps=8, guidance_scale=4.0, output_type=kind,
+            generator=[torch.Generator().manual_seed(s) for s in (5, 6, 7)], **text,
+        ).images
+        for kind in ("latent", "pt")
+    }  # fmt: skip
+    embeds = common.encode_prompts(pipe, prompts, max_sequence_length=8, text_encoder_layers=[1, 2, 3])
+    grid = common.latent_grid(pipe, 32, 32)
+    got = common.sample(
+        common.velocity_fn(pipe, embeds, grid, 4.0), common.start_noise(pipe, grid, [5, 6, 7]),
+        common.schedule(pipe, 8, grid[0] * grid[1]),
+    ).x0  # fmt: skip
+    assert (got - want["latent"]).abs().max() <= 1e-6
+    assert (common.decode(pipe, got, grid) - want["pt"]).abs().max() <= 1e-6
+
+
+def test_embeddings_tell_prompts_apart(pipe):
+    """A prompt that is cut off by max_sequence_length would make these equal, in silence."""
+    prompts = [
+        "three red circles to the left of two blue squares",
+        "three red circles to the left of two blue triangles",
+    ]
+    a, b = common.encode_prompts(pipe, prompts, max_sequence_length=8, text_encoder_layers=[1, 2, 3])
+    assert (a - b).abs().max() > 0.1
+
+
+def test_soft_tifa_equals_one_question_at_a_time():
+    """The shared prefix and the padded batch change no score: against plain calls of the VLM, question by question."""
+    stage = common.load_stage(ROOT / "03_score_atoms.py")
+    scorer = stage.load_scorer(str(MODELS / "qwen3vl"), "cpu", torch.float32, [0, 1])
+    images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    vqa = [["How many circles are in the image?", "two"], ["Are the squares to the left of the circle?", "Yes"],
+           ["Is the circle red?", "Yes"], ["Are there any triangles in the image?", "Yes"]]  # fmt: skip
+    rewards, maps = stage.score(scorer, images, vqa, (4, 4))
+    assert rewards.shape == (3, 4) and maps.shape == (3, 4, 4, 4)
+    assert torch.allclose(maps.mean((2, 3)), torch.ones(3, 4), atol=1e-5) and (maps >= 0).all()
+    assert torch.allclose(stage.score(scorer, images, vqa, (4, 4), maps=False)[0], rewards, atol=1e-5)
+
+    tokenizer, vlm = scorer.processor.tokenizer, scorer.model
+    vlm.set_attn_implementation("eager")
+    for i, (question, answer) in enumerate(vqa):
+        content = [{"type": "image"}, {"type": "text", "text": question + " Answer in one word."}]
+        text = scorer.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+        spelt = ["two", "Two", "2"] if answer == "two" else ["yes", "Yes"]
+        ids = {tokenizer(sp + s, add_special_tokens=False).input_ids[0] for s in spelt for sp in ("", " ")} - {
+            tokenizer.unk_token_id
+        }
+        for n in range(3):
+            picture = (images[n] * 255).round().to(torch.uint8)
+            x = scorer.processor(text=[text + answer.capitalize()], images=[picture], return_tensors="pt")
+            with torch.no_grad():
+                out = vlm(**x, output_attentions=True)
+            p = out.logits[0, -2].softmax(-1)[list(ids)].sum()
+            assert abs(p - rewards[n, i]) < 1e-5
+            here = (x["input_ids"][0] == vlm.config.image_token_id).nonzero()[:, 0]
+            m = torch.stack([out.attentions[layer][0, :, -1, here] for layer in (0, 1)]).mean((0, 1)).view(4, 4)
+            assert torch.allclose(m / m.mean(), maps[n, i], atol=1e-4)
+
+
+def test_the_saved_lora_is_loaded_by_diffusers_alone(pipe, tmp_path):
+    """alpha != r, so that a lost alpha shows; the output changes and equals the trainer's."""
+    stage3, stage4 = (common.load_stage(ROOT / f) for f in ("03_score_atoms.py", "04_train_cast.py"))
+    sys.argv = ["04", "--run", str(tmp_path), "--rank", "4", "--alpha", "16"]
+    args = stage4.parse(stage3)
+    trained = common.load_pipeline(args.model, "cpu", torch.float32)
+    params = stage4.add_lora(trained.transformer, args)
+    assert common.lora_digest(trained.transformer) == "base"
+    torch.manual_seed(0)
+    for name, p in params.items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.05)
+    stage4.save_lora(trained, tmp_path / "lora")
+    fresh = common.load_pipeline(args.model, "cpu", torch.float32)
+    fresh.load_lora_weights(tmp_path / "lora")
+    assert common.lora_digest(fresh.transformer) == common.lora_digest(trained.transformer) != "base"
+
+    embeds = common.encode_prompts(pipe, ["a red circle"], max_sequence_length=8, text_encoder_layers=[1, 2, 3])
+    x = common.start_noise(pipe, (4, 4), [0])
+    with torch.no_grad():
+        base, ours, theirs = (
+            common.velocity_fn(p, embeds, (4, 4), 4.0)(x, torch.tensor(0.7)) for p in (pipe, trained, fresh)
+        )
+    assert (ours - theirs).abs().max() < 1e-5 and (ours - base).abs().max() > 1e-3
+
+
+# ---------------------------------------------------------------- the pipeline
+
+
+def test_all_stages_in_order_and_a_second_start_skips_the_work(tmp_path):
+    """Small settings; each artifact has what DESIGN 2 promises."""
+    stages = [
+        ("01_find_window.py", "--num-prompts", "8"),
+        ("02_build_csg.py", "--sample", "12"),
+        ("03_score_atoms.py", "--groups", "4", "--samples", "4", "--batch-groups", "2"),
+        ("04_train_cast.py", "--groups", "4", "--samples", "4", "--batch-groups", "2", "--rounds", "2"),
+        ("05_eval.py", "--num-prompts", "6", "--images-per-prompt", "1"),
+    ]
+    for script, *argv in stages:
+        run(script, "--run", tmp_path, *argv)
+    window = json.loads((tmp_path / "window.json").read_text())
+    assert window["window"][0] == 0 and 0 < window["window"][1] == window["knee_step"] < window["steps"] == 8
+    assert len(window["sigmas"]) == 9 and window["sigmas"][-1] == 0
+
+    shard, metadata = common.read_tensors(tmp_path / "shards" / "round_0000" / "00000.safetensors")
+    k, w = len(json.loads(metadata["atoms"])), window["knee_step"]
+    shapes = {
+        "latents": (4, w + 1, 16, 16),
+        "log_probs": (4, w, 16),
+        "x0": (4, 16, 16),
+        "rewards": (4, k),
+        "maps": (4, k, 4, 4),
+        "seeds": (4,),
+    }
+    assert {n: tuple(t.shape) for n, t in shard.items()} == shapes and shard["latents"].dtype == torch.float32
+    assert len(set(shard["seeds"].tolist())) == 4 and metadata["lora"] == "base"
+
+    metrics = common.read_jsonl(tmp_path / "metrics.jsonl")
+    assert [m["round"] for m in metrics] == [0, 1] and all(
+        m["ratio_minus_1"] <= 1e-6 and m["grad_norm"] > 0 for m in metrics
+    )
+    weights = load_file(tmp_path / "lora" / "round_0002" / "pytorch_lora_weights.safetensors")
+    assert all(v.any() for v in weights.values()), "every LoRA matrix got a gradient"
+    scores = json.loads((tmp_path / "eval" / "scores.json").read_text())
+    assert {"base", "lora", "delta"} <= set(scores)
+    for name in ("window.png", "maps.png", "training.png", "eval/report.html"):
+        assert (tmp_path / name).stat().st_size > 5000
+
+    stamps = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    for script, *argv in stages:
+        start = time.monotonic()
+        run(script, "--run", tmp_path, *argv)
+        assert time.monotonic() - start < 10
+    assert {p: t for p, t in stamps.items() if p.stat().st_mtime_ns != t} == {}
+
+
+def lora_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "state" / "state.safetensors")
+
+
+def test_a_killed_run_continues_in_the_same_bits(atoms_run, tmp_path_factory):
+    """6 rounds straight against SIGKILL in round 3 and a restart (DESIGN 2; field_reports T9)."""
+    killed = tmp_path_factory.mktemp("killed")
+    (killed / "atoms.jsonl").write_bytes((atoms_run / "atoms.jsonl").read_bytes())
+    argv = [*SMALL, "--rounds", "6", "--updates", "2"]
+    command = [sys.executable, str(ROOT / "04_train_cast.py"), *argv, "--run"]
+    straight = subprocess.Popen([*command, str(atoms_run)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    victim = subprocess.Popen([*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    shard = killed / "shards" / "round_0003" / "00000.safetensors"
+    deadline = time.monotonic() + 120
+    while not shard.exists() and victim.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    _, stderr = straight.communicate(timeout=200)
+    assert straight.returncode == 0, stderr.decode()
+    assert shard.exists() and not (killed / "lora" / "round_0006").exists(), "killed in round 3"
+    subprocess.run([*command, str(killed)], check=True, capture_output=True)
+
+    a, b = lora_of(atoms_run), lora_of(killed)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    drop = ("seconds",)
+    lines = [
+        [{k: v for k, v in m.items() if k not in drop} for m in common.read_jsonl(r / "metrics.jsonl")]
+        for r in (atoms_run, killed)
+    ]
+    assert lines[0] == lines[1] and [m["round"] for m in lines[0]] == list(range(6))
+    name = "lora/round_0006/pytorch_lora_weights.safetensors"
+    assert (atoms_run / name).read_bytes() == (killed / name).read_bytes()
+    assert not [p for p in killed.rglob("*") if p.name.startswith(".")], "no temporary file is left"
+
+
+def test_the_ratio_check_trips_on_rounded_latents(atoms_run):
+    """Latents stored in bf16 are not what the rollout used: the ratio before the update is off 1, and that is refused."""
+    run("03_score_atoms.py", "--run", atoms_run, *SMALL)
+    for path in (atoms_run / "shards" / "round_0000").glob("*.safetensors"):
+        tensors, metadata = common.read_tensors(path)
+        tensors["latents"] = tensors["latents"].bfloat16().float()
+        save_file(tensors, path, metadata)
+    assert "the ratio is off 1 by" in fails("04_train_cast.py", "--run", atoms_run, *SMALL, "--rounds", "1")
+    assert not (atoms_run / "state" / "state.safetensors").exists() and not (atoms_run / "lora").exists()
+
+
+def test_a_scorer_of_ones_own_is_one_flag(atoms_run):
+    """README, "Swap a stage": a file that takes stage 03's names and replaces `score`."""
+    own = atoms_run / "own_scorer.py"
+    own.write_text(
+        "import torch\nimport common\n"
+        "stage = common.load_stage(common.ROOT / '03_score_atoms.py')\n"
+        "add_rollout_arguments, load_window, round_rows, collect = ("
+        "stage.add_rollout_arguments, stage.load_window, stage.round_rows, stage.collect)\n"
+        "def load_scorer(*args):\n    return None\n"
+        "def score(scorer, images, vqa_list, grid, maps=True):\n"
+        "    n, k = len(images), len(vqa_list)\n"
+        "    return images.mean((1, 2, 3))[:, None].expand(n, k), torch.ones(n, k, *grid)\n"
+    )
+    run("04_train_cast.py", "--run", atoms_run, *SMALL, "--rounds", "1", "--scorer", own, "--std-floor", "1e-4")
+    assert 0.5 < common.read_jsonl(atoms_run / "metrics.jsonl")[0]["reward"] < 1
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, atoms_run):
+    empty = tmp_path / "empty"
+    assert "atoms.jsonl: cannot be read" in fails("03_score_atoms.py", "--run", empty)
+    assert "atoms.jsonl: cannot be read" in fails("04_train_cast.py", "--run", empty)
+    assert not empty.exists(), "nothing is written"
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    good = (atoms_run / "atoms.jsonl").read_text()
+    (fresh / "atoms.jsonl").write_text(good)
+    assert "run 01_find_window.py first" in fails("04_train_cast.py", "--run", fresh)
+    for window in (["0", "8"], ["3", "3"], ["-1", "2"], ["5", "9"]):
+        assert "--window" in fails("04_train_cast.py", "--run", fresh, "--window", *window)
+    for argv, message in [
+        (["--updates", "3"], "--updates 3"), (["--samples", "1"], "--samples 1"), (["--rounds", "0"], "--rounds 0"),
+        (["--model", str(tmp_path / "no")], "--model"), (["--vlm", str(tmp_path / "no")], "--vlm"), (["--height", "33"], "--height 33"),
+        (["--map-layers", "9"], "--map-layers 9"), (["--map-floor", "2"], "--map-floor"), (["--scorer", "no.py"], "no.py"),
+    ]:  # fmt: skip
+        assert message in fails("04_train_cast.py", "--run", fresh, *SMALL, *argv)
+    first, *others = good.splitlines()
+    for text, message in [
+        (f"{first}\n{{broken\n", "atoms.jsonl:2: not JSON"), ("", "is empty"), (f"{first}\n[1]\n", "atoms.jsonl:2: must be a JSON object"),
+        ('{"prompt": "a"}\n', "atoms.jsonl:1: needs prompt, vqa_list"), ('{"prompt": "a", "vqa_list": [], "skills": []}\n', "atoms.jsonl:1"),
+        ('{"prompt": "a", "vqa_list": [["q"]], "skills": ["count"]}\n', "[question, answer]"), (f"{first}\n{first}\n", "same id"),
+    ]:  # fmt: skip
+        (fresh / "atoms.jsonl").write_text(text)
+        assert message in fails("04_train_cast.py", "--run", fresh, *SMALL)
+    assert sorted(p.name for p in fresh.iterdir()) == ["atoms.jsonl"], "nothing half written"
+
+
+def test_foreign_artifacts_are_refused(atoms_run):
+    run("03_score_atoms.py", "--run", atoms_run, *SMALL)
+    assert "its seed is 0, not 1" in fails("03_score_atoms.py", "--run", atoms_run, *SMALL, "--seed", "1")
+    run("04_train_cast.py", "--run", atoms_run, *SMALL, "--rounds", "1")
+    assert "was trained with --lr 0.001, not 0.01" in fails(
+        "04_train_cast.py", "--run", atoms_run, *SMALL, "--rounds", "2", "--lr", "0.01"
+    )
+    shard = atoms_run / "shards" / "round_0001" / "00000.safetensors"
+    shard.parent.mkdir()
+    shard.write_bytes(b"cut off")
+    assert f"{shard}: is not a whole safetensors file" in fails(
+        "04_train_cast.py", "--run", atoms_run, *SMALL, "--rounds", "2"
+    )
+    (atoms_run / "window.json").write_text(json.dumps({"model": "another", "steps": 8, "window": [0, 3]}))
+    assert "window.json: was found with --model another" in fails("03_score_atoms.py", "--run", atoms_run, *SMALL[:-3])
+
+
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not Path("/proc/self").exists(), reason="needs /proc, which root cannot write to either"
+)
+def test_an_unwritable_run_folder_is_one_line():
+    assert "cannot be written" in fails("02_build_csg.py", "--run", "/proc/self/nowhere", "--sample", "3")
