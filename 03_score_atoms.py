@@ -389,7 +389,7 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     pipe = common.load_pipeline(args.model, args.device, dtype)
     if args.lora:
-        pipe.load_lora_weights(args.lora)
+        common.load_lora(pipe, args.lora)
     scorer = load_scorer(args.vlm, args.device, dtype, args.map_layers, args.vlm_batch)
     embeds = common.encode_prompts(
         pipe,

@@ -28,7 +28,6 @@ import math
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +39,6 @@ from common import UserError
 
 EVAL_ROUND = 1_000_000  # the round in a picture's seed: no training round has it, so no start noise was trained on
 LORA_FILE = "pytorch_lora_weights.safetensors"
-SKILLS = ("object", "count", "attribute", "position", "verb")
 KINDS = {"object": ["object"], "count": ["count"], "attribute": ["attribute"], "relation": ["position", "verb"]}
 Records = dict[tuple[str, int, int], dict]  # (system, row, image) -> {"scores": [K], "oracle": [K] or None, ...}
 
@@ -77,9 +75,7 @@ def read_prompts(path: str | None, n: int | None) -> dict[int, dict]:
     if path is None:
         raise UserError("--eval-prompts: name a JSONL file with prompt, vqa_list and skills (02_build_csg.py makes it)")
     lines = common.read_atoms(Path(path))
-    for number, line in enumerate(lines, 1):
-        if unknown := set(map(str, line["skills"])) - set(SKILLS):
-            raise UserError(f"{path}:{number}: unknown skill {min(unknown)!r}; known: {', '.join(SKILLS)}")
+    for line in lines:
         ones = sum(s == "count" and a == "one" for s, (_, a) in zip(line["skills"], line["vqa_list"], strict=True))
         line.setdefault("atom_count", len(line["skills"]) - ones)  # GenEval 2 asks "a" as a count; it is no atom
     order = random.Random(0).sample(range(len(lines)), len(lines))  # files are sorted: never the first n
@@ -141,7 +137,7 @@ def generate(out: Path, prompts: dict[int, dict], lora: Path | None, args: argpa
                 embeds[row] = common.encode_prompts(pipe, [line["prompt"]], **lengths)[0].cpu()  # [S, D]
             pipe.text_encoder = None  # 24B parameters of FLUX.2-dev that nothing below needs
         if system == "lora":
-            load_lora(pipe, lora)
+            common.load_lora(pipe, lora.parent)
         with tqdm(total=sum(map(len, todo)), desc=f"{system} pictures", unit="img", dynamic_ncols=True) as bar:
             for batch in todo:
                 seeds = [common.sample_seed(args.seed, EVAL_ROUND, *key) for key in batch]
@@ -152,18 +148,6 @@ def generate(out: Path, prompts: dict[int, dict], lora: Path | None, args: argpa
                     if not (path := picture_path(out, system, *key)).exists():
                         common.save_png(path, picture)
                 bar.update(len(batch))
-
-
-def load_lora(pipe: Any, file: Path) -> None:
-    """diffusers only warns when keys match nothing, and then draws the base's pictures: here that is an error."""
-    try:
-        pipe.load_lora_weights(str(file.parent))
-        loaded = sum("lora_" in name for name, _ in pipe.transformer.named_parameters())
-        wanted = sum(".lora_" in key for key in common.read_tensors(file)[0])
-        if loaded < max(wanted, 1):
-            raise ValueError(f"of its {wanted} matrices {loaded} match the transformer")
-    except Exception as e:  # whatever a foreign file makes diffusers or peft raise
-        raise UserError(f"{file}: is no LoRA for this model: {' '.join(str(e).split())[:300]}") from e
 
 
 def judge(out: Path, prompts: dict[int, dict], systems: list[str], args: argparse.Namespace) -> Records:
@@ -206,7 +190,7 @@ def tally(prompts: dict[int, dict], records: Records, system: str, images: int) 
             right = np.array([r["oracle"] for r in found], float)  # [M, K]
             parts |= {"oracle.all": right.all(1), "oracle.atom": right, "oracle.gap": s - right}
             parts |= {f"oracle.{kind}": right[:, np.isin(skills, names)] for kind, names in KINDS.items()}
-        parts |= {f"skill.{k}": s[:, skills == k] for k in SKILLS}
+        parts |= {f"skill.{k}": s[:, skills == k] for k in common.SKILLS}
         for name, values in parts.items():
             table.setdefault(name, np.zeros((len(prompts), 2)))[p] = values.sum(), values.size
     for n in sorted({line["atom_count"] for line in prompts.values()}):

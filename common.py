@@ -325,6 +325,19 @@ def decode(pipe: Flux2Pipeline, latents: torch.Tensor, grid: tuple[int, int]) ->
     return (pipe.vae.decode(z.to(pipe.vae.dtype)).sample.float() / 2 + 0.5).clamp(0, 1)
 
 
+def load_lora(pipe: Flux2Pipeline, folder: str | Path) -> None:
+    """diffusers' load_lora_weights; keys that match nothing are an error here, not a warning. Raises UserError."""
+    file = Path(folder) / "pytorch_lora_weights.safetensors"
+    wanted = sum(".lora_" in key for key in read_tensors(file)[0])
+    try:
+        pipe.load_lora_weights(str(folder))
+        loaded = sum("lora_" in name for name, _ in pipe.transformer.named_parameters())
+        if loaded < max(wanted, 1):
+            raise ValueError(f"of its {wanted} matrices {loaded} match the transformer")
+    except Exception as e:  # whatever a foreign file makes diffusers or peft raise
+        raise UserError(f"{file}: is no LoRA for this model: {' '.join(str(e).split())[:300]}") from e
+
+
 def lora_digest(transformer: torch.nn.Module) -> str:
     """Names the policy: "base" without a LoRA or with one that changes nothing (B = 0), else a hash of its weights."""
     if not getattr(transformer, "peft_config", None):
@@ -354,11 +367,12 @@ class UserError(Exception):
 
 
 ROOT = Path(__file__).parent
+SKILLS = ("object", "count", "attribute", "position", "verb")  # GenEval 2's kinds of atom; the last two are relations
 TINY = "tests/tiny"
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(
         model=f"{TINY}/models/flux2", vlm=f"{TINY}/models/qwen3vl", clip=f"{TINY}/models/clip", lexicon=f"{TINY}/lexicon.json",
-        eval_prompts=f"{TINY}/heldout.jsonl", prompts=f"{TINY}/prompts.txt", exclude=[f"{TINY}/heldout.jsonl"], oracle=f"{TINY}/world.py", height=32, width=32, steps=8, guidance=4.0,
+        eval_prompts=f"{TINY}/heldout.jsonl", prompts=f"{TINY}/prompts.txt", exclude=[f"{TINY}/heldout.jsonl"], oracle=f"{TINY}/world.py", height=32, width=32, steps=10, guidance=4.0,
         max_sequence_length=8, text_encoder_layers=[1, 2, 3], noise_level=1.0,
     ),
     # Table 3 of the paper: 1024x1024, 50 steps, default guidance, LoRA rank 64, alpha 64.
@@ -461,8 +475,13 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise UserError(f"{path}: is not a whole safetensors file ({e}); remove it to have it made again") from e
 
 
-def read_jsonl(path: Path) -> list[dict]:
+def read_jsonl(path: str | Path) -> list[dict]:
     """One JSON object a line. Raises UserError with file and line."""
+    return [row for _, row in read_numbered_jsonl(path)]
+
+
+def read_numbered_jsonl(path: str | Path) -> list[tuple[int, dict]]:
+    """(line number from 1, object) of each line that is not blank."""
     try:
         lines = Path(path).read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
@@ -472,11 +491,11 @@ def read_jsonl(path: Path) -> list[dict]:
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
+            rows.append((number, json.loads(line)))
         except ValueError as e:
             raise UserError(f"{path}:{number}: not JSON: {e}") from e
-        if not isinstance(rows[-1], dict):
-            raise UserError(f"{path}:{number}: must be a JSON object, not {type(rows[-1]).__name__}")
+        if not isinstance(rows[-1][1], dict):
+            raise UserError(f"{path}:{number}: must be a JSON object, not {type(rows[-1][1]).__name__}")
     if not rows:
         raise UserError(f"{path}: is empty")
     return rows
@@ -500,9 +519,10 @@ def read_prompts(path: str | Path) -> list[str]:
 
 def read_atoms(path: Path) -> list[dict]:
     """The lines of an atoms.jsonl, each with prompt, vqa_list and skills of one length, and id (its row if it has none)."""
-    rows = read_jsonl(path)
-    for number, row in enumerate(rows, 1):
-        row.setdefault("id", number - 1)
+    rows = []
+    for number, row in read_numbered_jsonl(path):
+        row.setdefault("id", len(rows))
+        rows.append(row)
         vqa = row.get("vqa_list")
         if (
             not isinstance(row.get("prompt"), str)
@@ -514,6 +534,8 @@ def read_atoms(path: Path) -> list[dict]:
             raise UserError(
                 f"{path}:{number}: {len(vqa)} atoms and {len(row['skills'])} skills; both must be one a question"
             )
+        if unknown := set(map(str, row["skills"])) - set(SKILLS):
+            raise UserError(f"{path}:{number}: unknown skill {min(unknown)!r}; known: {', '.join(SKILLS)}")
         if not all(isinstance(a, list) and len(a) == 2 and all(isinstance(s, str) and s for s in a) for a in vqa):
             raise UserError(f"{path}:{number}: vqa_list must hold [question, answer] pairs")
     if len({row["id"] for row in rows}) != len(rows):

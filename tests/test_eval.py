@@ -24,6 +24,7 @@ import common
 from common import UserError
 
 MODELS = ROOT / "tests" / "tiny" / "models"
+TINY = common.PRESETS["tiny"]
 HELD_OUT = ROOT / "tests" / "tiny" / "heldout.jsonl"
 needs_models = pytest.mark.skipif(
     not ((MODELS / "flux2").is_dir() and (MODELS / "qwen3vl").is_dir()), reason="tests/tiny/models has not been built"
@@ -267,7 +268,7 @@ def test_scores_are_kept_and_a_second_start_writes_nothing(fake):
     scores = scores_of(run)
     assert scores["base"]["oracle.all"] == 100 and scores["base"]["soft_tifa.am"] == pytest.approx(90)
     assert scores["lora"]["oracle.all"] < 100 and scores["delta"]["oracle.all"]["mean"] < 0
-    assert scores["prompts"] == 6 and scores["guidance"] == 4.0 and scores["steps"] == 8 and scores["seed"] == 0
+    assert scores["prompts"] == 6 and scores["steps"] == TINY["steps"] and scores["seed"] == 0
     lines = common.read_jsonl(run / "eval" / "per_image.jsonl")
     assert len(lines) == 24 and all(len(r["scores"]) == len(r["oracle"]) for r in lines)
     before = stamps(run)
@@ -314,7 +315,7 @@ def test_pictures_of_other_settings_are_refused(fake, tmp_path):
     run, argv, _, _ = fake
     assert start(*argv)[0] == 0
     before = stamps(run)
-    assert "with --guidance 4.0, not 3.0" in refused(*argv, "--guidance", 3)
+    assert f"with --guidance {TINY['guidance']}, not 3.0" in refused(*argv, "--guidance", 3)
     assert "with --seed 0, not 1" in refused(*argv, "--seed", 1)
     assert "with --model" in refused(*argv, "--model", "another")
     other = tmp_path / "other.jsonl"
@@ -446,7 +447,7 @@ def test_tiny_models_end_to_end(tmp_path):
         if system == "lora":
             pipe.load_lora_weights(lora)
         want = pipe(
-            prompt=[line["prompt"] for line in prompts.values()], height=32, width=32, num_inference_steps=8, guidance_scale=4.0,
+            prompt=[line["prompt"] for line in prompts.values()], height=32, width=32, num_inference_steps=TINY["steps"], guidance_scale=TINY["guidance"],
             max_sequence_length=8, text_encoder_out_layers=(1, 2, 3), output_type="pt",
             generator=[torch.Generator().manual_seed(common.sample_seed(0, ev.EVAL_ROUND, row, 1)) for row in prompts],
         ).images  # fmt: skip

@@ -71,7 +71,7 @@ def test_ode_sampling_and_decoding_equal_the_pipeline(pipe):
     text = dict(max_sequence_length=8, text_encoder_out_layers=(1, 2, 3))
     want = {
         kind: pipe(
-            prompt=prompts, height=32, width=32, num_inference_steps=8, guidance_scale=4.0, output_type=kind,
+            prompt=prompts, height=32, width=32, num_inference_steps=10, guidance_scale=4.0, output_type=kind,
             generator=[torch.Generator().manual_seed(s) for s in (5, 6, 7)], **text,
         ).images
         for kind in ("latent", "pt")
@@ -80,7 +80,7 @@ def test_ode_sampling_and_decoding_equal_the_pipeline(pipe):
     grid = common.latent_grid(pipe, 32, 32)
     got = common.sample(
         common.velocity_fn(pipe, embeds, grid, 4.0), common.start_noise(pipe, grid, [5, 6, 7]),
-        common.schedule(pipe, 8, grid[0] * grid[1]),
+        common.schedule(pipe, 10, grid[0] * grid[1]),
     ).x0  # fmt: skip
     assert (got - want["latent"]).abs().max() <= 1e-6
     assert (common.decode(pipe, got, grid) - want["pt"]).abs().max() <= 1e-6
@@ -172,8 +172,8 @@ def test_all_stages_in_order_and_a_second_start_skips_the_work(tmp_path):
     for script, *argv in stages:
         run(script, "--run", tmp_path, *argv)
     window = json.loads((tmp_path / "window.json").read_text())
-    assert window["window"][0] == 0 and 0 < window["window"][1] == window["knee_step"] < window["steps"] == 8
-    assert len(window["sigmas"]) == 9 and window["sigmas"][-1] == 0
+    assert window["window"][0] == 0 and 0 < window["window"][1] == window["knee_step"] < window["steps"] == 10
+    assert len(window["sigmas"]) == 11 and window["sigmas"][-1] == 0
 
     shard, metadata = common.read_tensors(tmp_path / "shards" / "round_0000" / "00000.safetensors")
     k, w = len(json.loads(metadata["atoms"])), window["knee_step"]
@@ -284,7 +284,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, atoms_run):
     good = (atoms_run / "atoms.jsonl").read_text()
     (fresh / "atoms.jsonl").write_text(good)
     assert "run 01_find_window.py first" in fails("04_train_cast.py", "--run", fresh)
-    for window in (["0", "8"], ["3", "3"], ["-1", "2"], ["5", "9"]):
+    for window in (["0", "10"], ["3", "3"], ["-1", "2"], ["5", "11"]):
         assert "--window" in fails("04_train_cast.py", "--run", fresh, "--window", *window)
     for argv, message in [
         (["--updates", "3"], "--updates 3"), (["--samples", "1"], "--samples 1"), (["--rounds", "0"], "--rounds 0"),
@@ -316,7 +316,7 @@ def test_foreign_artifacts_are_refused(atoms_run):
     assert f"{shard}: is not a whole safetensors file" in fails(
         "04_train_cast.py", "--run", atoms_run, *SMALL, "--rounds", "2"
     )
-    (atoms_run / "window.json").write_text(json.dumps({"model": "another", "steps": 8, "window": [0, 3]}))
+    (atoms_run / "window.json").write_text(json.dumps({"model": "another", "steps": 10, "window": [0, 3]}))
     assert "window.json: was found with --model another" in fails("03_score_atoms.py", "--run", atoms_run, *SMALL[:-3])
 
 

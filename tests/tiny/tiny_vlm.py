@@ -28,8 +28,7 @@ MAP_LAYER = 1  # text layer (from 0) whose attention is the map; the question re
 SUFFIX = " Answer in one word."  # GenEval 2 appends it to every question
 CELLS = world.GRID**2
 SPECIALS = [
-    f"<|{name}|>"
-    for name in "endoftext im_start im_end vision_start vision_end vision_pad image_pad video_pad".split()
+    f"<|{name}|>" for name in "endoftext im_start im_end vision_start vision_end vision_pad image_pad video_pad".split()
 ]
 PREFIX = f"<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * CELLS}<|vision_end|>"
 POSTFIX = f"{SUFFIX}<|im_end|>\n<|im_start|>assistant\n"

@@ -25,7 +25,9 @@ from fit import fit  # noqa: E402
 def build_tokenizer() -> CLIPTokenizer:
     """CLIP's byte-pair tokenizer with merges that make every word of the prompts one token."""
     prompts = [*world.COUNTS, *world.COLOURS, *world.SIDES, "and", *(s + p for s in world.SHAPES for p in ("", "s"))]
-    words = sorted({w for p in prompts for w in p.split()}, key=lambda w: (-len(w), w))  # long first: no clash of merges
+    words = sorted(
+        {w for p in prompts for w in p.split()}, key=lambda w: (-len(w), w)
+    )  # long first: no clash of merges
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
     tokens, merges = dict.fromkeys([*letters, *(c + "</w>" for c in letters)]), {}
     for word in words:
@@ -62,7 +64,9 @@ def build_model(tokenizer: CLIPTokenizer) -> CLIPModel:
     )  # fmt: skip
 
 
-def embed(clip: CLIPModel, processor: CLIPProcessor, prompts: list[str], pictures: np.ndarray) -> tuple[torch.Tensor, ...]:
+def embed(
+    clip: CLIPModel, processor: CLIPProcessor, prompts: list[str], pictures: np.ndarray
+) -> tuple[torch.Tensor, ...]:
     """Unit vectors [N, 32] of prompts and of pictures [N, 32, 32, 3] in 0..1."""
     text = processor.tokenizer(prompts, padding=True, return_tensors="pt")
     mean, std = (torch.tensor(getattr(processor.image_processor, k)) for k in ("image_mean", "image_std"))
@@ -113,7 +117,9 @@ def evaluate_clip(clip: CLIPModel, processor: CLIPProcessor, batches: int = 20) 
     rng, table = random.Random(5), {}
 
     def similarities(scenes: list[world.Scene], shown: list[world.Scene]) -> torch.Tensor:
-        pictures = world.render(np.stack([world.lay_out(s, rng) for s in shown]), np.random.default_rng(rng.randrange(2**32)))
+        pictures = world.render(
+            np.stack([world.lay_out(s, rng) for s in shown]), np.random.default_rng(rng.randrange(2**32))
+        )
         t, i = embed(clip, processor, [str(s) for s in scenes], pictures)
         return t @ i.T
 
