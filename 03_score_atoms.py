@@ -364,7 +364,7 @@ def plot_maps(
             ax, grey = line[k + 1], image.mean(-1, keepdims=True).repeat(3, -1)
             ax.imshow(0.5 + 0.5 * grey)
             m = F.interpolate(shard["maps"][:1, k : k + 1].float(), size=image.shape[:2], mode="nearest")[0, 0]
-            ax.imshow(m.cpu(), cmap="magma", alpha=(m / m.max()).clamp(0.15, 0.8).cpu().numpy(), vmin=0)
+            ax.imshow(m.cpu().numpy(), cmap="magma", alpha=(m / m.max()).clamp(0.15, 0.8).cpu().numpy(), vmin=0)
             reward = float(shard["rewards"][0, k])
             ax.set_title(f"{question.replace(' in the image', '').replace(' the ', chr(10) + 'the ', 1)}\n{wanted}: {reward:.2f}",
                          fontsize=7, color="#1a7f37" if reward >= 0.5 else "#c0262d")  # fmt: skip
@@ -385,6 +385,10 @@ def main() -> None:
     args = common.parse_args(parser)
     atoms, window = common.read_atoms(args.run / "atoms.jsonl"), load_window(args)
     rows = round_rows(atoms, args.round, args.groups, args.seed)
+    folder, args.window = args.run / "shards" / f"round_{args.round:04d}", list(window)
+    if common.require_same(folder / "settings.json", args) and len([*folder.glob("[0-9]*.safetensors")]) == len(rows):
+        print(f"{folder} is done: {len(rows)} groups of {args.samples}")
+        return
 
     dtype = getattr(torch, args.dtype)
     pipe = common.load_pipeline(args.model, args.device, dtype)
@@ -401,9 +405,6 @@ def main() -> None:
         pipe, partial(score, scorer), rows, embeds, args.round, window, common.lora_digest(pipe.transformer), args
     )
     shards = [shard for shard, _ in tqdm(groups, total=len(rows), desc="groups", unit="group")]
-    folder = args.run / "shards" / f"round_{args.round:04d}"
-    common.write_settings(folder / "settings.json", args)
-
     rewards = torch.stack([s["rewards"].nanmean() for s in shards])
     dead = sum(int((s["rewards"].nan_to_num().std(0) < 1e-3).sum()) for s in shards)
     print(f"{folder}: {len(rows)} groups of {args.samples}; mean atom reward {rewards.mean():.3f}; "
@@ -411,6 +412,7 @@ def main() -> None:
     grid = common.latent_grid(pipe, args.height, args.width)
     first = torch.cat([s["x0"][:1] for s in shards[:6]]).to(args.device)
     plot_maps(args.run / "maps.png", common.decode(pipe, first, grid), rows[:6], shards[:6])
+    common.write_settings(folder / "settings.json", args)  # last: where it is, the stage is done
 
 
 if __name__ == "__main__":

@@ -335,13 +335,13 @@ def parse(stage: ModuleType) -> argparse.Namespace:
     group.add_argument(
         "--updates", type=int, default=1, help="optimizer steps a round, each on its own share of the groups"
     )
-    group.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
+    group.add_argument("--lr", type=float, default=3e-4, help="learning rate of AdamW")
     group.add_argument("--warmup", type=int, default=0, metavar="ROUNDS", help="rounds of linear warm-up")
     group.add_argument("--weight-decay", type=float, default=1e-4, help="weight decay of AdamW")
     group.add_argument("--max-grad-norm", type=float, default=1.0, help="the gradient is scaled down to this norm")
     group.add_argument("--max-ratio-gap", type=float, default=1e-6, help="largest |ratio-1| before an update")
-    group.add_argument("--rank", type=int, default=16, help="LoRA rank")
-    group.add_argument("--alpha", type=float, default=16, help="LoRA scale alpha")
+    group.add_argument("--rank", type=int, default=64, help="LoRA rank")
+    group.add_argument("--alpha", type=float, default=64, help="LoRA scale alpha")
     group.add_argument("--lora-targets", default=LORA_TARGETS, metavar="REGEX", help="modules that get a LoRA")
     group.add_argument("--save-every", type=int, default=20, metavar="ROUNDS", help="rounds between LoRA folders")
     group.add_argument(

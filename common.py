@@ -373,13 +373,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(
         model=f"{TINY}/models/flux2", vlm=f"{TINY}/models/qwen3vl", clip=f"{TINY}/models/clip", lexicon=f"{TINY}/lexicon.json",
         eval_prompts=f"{TINY}/heldout.jsonl", prompts=f"{TINY}/prompts.txt", exclude=[f"{TINY}/heldout.jsonl"], oracle=f"{TINY}/world.py", height=32, width=32, steps=10, guidance=4.0,
-        max_sequence_length=8, text_encoder_layers=[1, 2, 3], noise_level=1.0,
+        max_sequence_length=8, text_encoder_layers=[1, 2, 3], noise_level=1.0, rank=16, alpha=16, lr=2e-3, rounds=60, batch_size=120,
+        images_per_prompt=2,
     ),
     # Table 3 of the paper: 1024x1024, 50 steps, default guidance, LoRA rank 64, alpha 64.
     "flux2-dev": dict(
         model="black-forest-labs/FLUX.2-dev", vlm="Qwen/Qwen3-VL-8B-Instruct", clip="openai/clip-vit-large-patch14",
         height=1024, width=1024, steps=50, guidance=4.0, max_sequence_length=512, text_encoder_layers=[10, 20, 30],
-        noise_level=0.7, rank=64, alpha=64, dtype="bfloat16",
+        noise_level=0.7, rank=64, alpha=64, dtype="bfloat16", batch_groups=1, vlm_batch=1,
     ),
 }  # fmt: skip
 

@@ -305,9 +305,11 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, atoms_run):
 
 def test_foreign_artifacts_are_refused(atoms_run):
     run("03_score_atoms.py", "--run", atoms_run, *SMALL)
+    assert "was made with --seed 0, not 1" in fails("03_score_atoms.py", "--run", atoms_run, *SMALL, "--seed", "1")
+    (atoms_run / "shards" / "round_0000" / "settings.json").unlink()
     assert "its seed is 0, not 1" in fails("03_score_atoms.py", "--run", atoms_run, *SMALL, "--seed", "1")
     run("04_train_cast.py", "--run", atoms_run, *SMALL, "--rounds", "1")
-    assert "was trained with --lr 0.001, not 0.01" in fails(
+    assert "was trained with --lr 0.002, not 0.01" in fails(
         "04_train_cast.py", "--run", atoms_run, *SMALL, "--rounds", "2", "--lr", "0.01"
     )
     shard = atoms_run / "shards" / "round_0001" / "00000.safetensors"

@@ -284,12 +284,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models", help="folder of the models")
     parser.add_argument("--work", type=Path, required=True, help="folder of the training states")
     parser.add_argument(
-        "--mislabel", type=float, default=0.35, help="probability of a wrong attribute in a caption (0.35)"
+        "--mislabel", type=float, default=0.2, help="probability that an attribute of a caption is drawn anew (0.2)"
     )
     parser.add_argument("--text-steps", type=int, default=1500)
     parser.add_argument("--vae-steps", type=int, default=2500)
     parser.add_argument("--clean-steps", type=int, default=9000)
+    parser.add_argument("--control-steps", type=int, default=8000)
     parser.add_argument("--base-steps", type=int, default=2500)
+    parser.add_argument("--vlm-steps", type=int, default=2000)
+    parser.add_argument("--clip-steps", type=int, default=1800)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--pool", type=int, default=60_000, help="pictures that the denoiser is trained on (60000)")
@@ -308,9 +311,9 @@ def main() -> None:
     held_out = world.held_out_prompts()
     write_prompts(args.out.parent / "heldout.jsonl", held_out)
     table = {}
-    # "clean" goes on in two ways: as the base on wrong captions, and as the control on true ones for as many steps.
+    # "clean" goes on in two ways: on true captions as the control, and on wrong ones as the base.
     for name, steps, p in (
-        ("clean", args.clean_steps, 0.0), ("control", args.base_steps, 0.0), ("clean", args.clean_steps, 0.0),
+        ("clean", args.clean_steps, 0.0), ("control", args.control_steps, 0.0), ("clean", args.clean_steps, 0.0),
         ("base", args.base_steps, args.mislabel),
     ):  # fmt: skip
         train_denoiser(pipe, name, steps, p, args)  # a finished one is only loaded

@@ -42,7 +42,9 @@ def fit(
         for k, p in params.items():
             p.data.copy_(state[f"param.{k}"])
             ema[k].copy_(state[f"ema.{k}"])
-            optimizer.state[p] = {n: state[f"{n}.{k}"] for n in ("step", "exp_avg", "exp_avg_sq") if f"{n}.{k}" in state}
+            optimizer.state[p] = {
+                n: state[f"{n}.{k}"] for n in ("step", "exp_avg", "exp_avg_sq") if f"{n}.{k}" in state
+            }
 
     def save(step: int) -> None:
         state = {"step": torch.tensor(step)}

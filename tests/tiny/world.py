@@ -24,7 +24,10 @@ SIDES = ("to the left of", "to the right of", "on top of", "under")
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 BACKGROUND = 0.94
 EMPTY, UNREADABLE = -1, -2
-MAX_RESIDUAL = 0.11  # RMS over a cell; renders decode to 0.02, noise of 0.05 gives 0.05, a half-mixed colour 0.15
+MAX_RESIDUAL = (
+    0.11  # RMS over a cell; renders decode to 0.02, noise of 0.05 gives 0.05, half-mixed colours 0.10 to 0.18
+)
+MAX_RIVAL = 0.8  # residual over that of the best prototype of another colour: 1 for half-mixed colours, noise gives 0.2
 
 
 # ---------------------------------------------------------------- pictures
@@ -65,8 +68,10 @@ def read(pictures: np.ndarray) -> np.ndarray:
     tiles = np.moveaxis(tiles, -3, -4).reshape(*pictures.shape[:-3], GRID, GRID, -1)
     table = np.concatenate([PROTOTYPES.reshape(81, -1), np.full((1, CELL * CELL * 3), BACKGROUND, np.float32)])
     mse = ((tiles**2).mean(-1)[..., None] - 2 / tiles.shape[-1] * tiles @ table.T + (table**2).mean(-1)).clip(0)
-    best = mse.argmin(-1)
-    return np.where(np.sqrt(mse.min(-1)) > MAX_RESIDUAL, UNREADABLE, np.where(best == 81, EMPTY, best // 9))
+    best, residual = mse.argmin(-1), np.sqrt(mse.min(-1))
+    colours = np.sort(np.sqrt(mse[..., :81].reshape(*mse.shape[:-1], 3, 3, 9).min((-3, -1))), -1)  # best of each colour
+    mixed = (best < 81) & (colours[..., 0] > MAX_RIVAL * colours[..., 1])
+    return np.where((residual > MAX_RESIDUAL) | mixed, UNREADABLE, np.where(best == 81, EMPTY, best // 9))
 
 
 # ---------------------------------------------------------------- scenes and prompts
