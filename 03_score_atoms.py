@@ -17,6 +17,7 @@ The picture and the text before the question are read once (the VLM's key-value 
 
 import argparse
 import json
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -342,7 +343,7 @@ def collect(
 def plot_maps(
     path: Path, pictures: torch.Tensor, rows: Sequence[dict], shards: Sequence[dict[str, torch.Tensor]]
 ) -> None:
-    """One row a prompt: its first picture, then the picture under each atom's map, with the atom's question and score."""
+    """One row a prompt: its first picture, then the picture lit where each atom's map is, with its question and score."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -350,26 +351,24 @@ def plot_maps(
 
     width = 1 + max(len(r["vqa_list"]) for r in rows)
     figure, axes = plt.subplots(
-        len(rows), width, figsize=(1.75 * width, 2.15 * len(rows)), squeeze=False, layout="constrained"
+        len(rows), width, figsize=(1.75 * width, 2.2 * len(rows)), squeeze=False, layout="constrained"
     )
     for ax in axes.flat:
         ax.axis("off")
     for line, picture, row, shard in zip(axes, pictures, rows, shards, strict=True):
-        image = picture.movedim(0, -1).cpu().numpy()
-        line[0].imshow(image)
-        line[0].set_title(
-            row["prompt"].replace(" and ", "\nand ").replace(" to the ", "\nto the "), fontsize=7.5, loc="left"
-        )
+        image = picture.movedim(0, -1).cpu()
+        line[0].imshow(image.numpy())
+        line[0].set_title(textwrap.fill(row["prompt"], 26), fontsize=7.5, loc="left")
         for k, (question, wanted) in enumerate(row["vqa_list"]):
-            ax, grey = line[k + 1], image.mean(-1, keepdims=True).repeat(3, -1)
-            ax.imshow(0.5 + 0.5 * grey)
-            m = F.interpolate(shard["maps"][:1, k : k + 1].float(), size=image.shape[:2], mode="nearest")[0, 0]
-            ax.imshow(m.cpu().numpy(), cmap="magma", alpha=(m / m.max()).clamp(0.15, 0.8).cpu().numpy(), vmin=0)
+            m = F.interpolate(shard["maps"][:1, k : k + 1].float(), size=image.shape[:2], mode="nearest")[
+                0, 0, ..., None
+            ].cpu()
+            line[k + 1].imshow((image * (0.2 + 0.8 * m / m.max())).numpy())
             reward = float(shard["rewards"][0, k])
-            ax.set_title(f"{question.replace(' in the image', '').replace(' the ', chr(10) + 'the ', 1)}\n{wanted}: {reward:.2f}",
-                         fontsize=7, color="#1a7f37" if reward >= 0.5 else "#c0262d")  # fmt: skip
+            title = f"{textwrap.fill(question.replace(' in the image', ''), 26)}\n{wanted}: {reward:.2f}"
+            line[k + 1].set_title(title, fontsize=7, color="#1a7f37" if reward >= 0.5 else "#c0262d")
     figure.suptitle(
-        "Each atom's map: attention of the VLM from the right answer to the picture. Score: Soft-TIFA", fontsize=9
+        "Lit: where the VLM looks for an atom (attention from the right answer). Number: Soft-TIFA", fontsize=9
     )
     partial = path.with_suffix(".partial.png")
     figure.savefig(partial, dpi=110)

@@ -201,20 +201,19 @@ def plot_training(path: Path, metrics: list[dict], args: argparse.Namespace) -> 
     import matplotlib.pyplot as plt
 
     rounds = [m["round"] for m in metrics]
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.4), layout="constrained")
     for kind in metrics[0]["atoms"]:
         axes[0].plot(rounds, [m["atoms"].get(kind, math.nan) for m in metrics], lw=1, label=kind)
     axes[0].plot(rounds, [m["reward"] for m in metrics], lw=2, color="black", label="all atoms' mean")
     axes[0].set_title("Soft-TIFA of the rollouts")
-    axes[0].legend(fontsize=7.5, frameon=False)
-    axes[1].plot(rounds, [m["grad_norm"] for m in metrics], color="#4269d0", label="gradient norm")
-    axes[1].set_title("gradient norm; clip fraction (right)")
-    right = axes[1].twinx()
-    right.plot(rounds, [m["clip_fraction"] for m in metrics], color="#ff725c", lw=1)
-    right.set_ylim(0)
+    axes[0].legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes[1].plot(rounds, [m["grad_norm"] for m in metrics], color="#4269d0")
+    axes[1].set_title("gradient norm")
+    axes[1].set_ylim(0)
     for key in ("rollout", "scoring", "update"):
         axes[2].plot(rounds, [m["seconds"][key] for m in metrics], label=key)
     axes[2].set_title("seconds a round")
+    axes[2].set_ylim(0)
     axes[2].legend(fontsize=7.5, frameon=False)
     for ax in axes:
         ax.set_xlabel("round")
