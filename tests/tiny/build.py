@@ -1,10 +1,10 @@
 """Builds the tiny world's models from nothing: a FLUX.2 pipeline, a Qwen3-VL, a CLIP. `make tiny` runs it.
 
-    python tests/tiny/build.py --out tests/tiny/models --work /tmp/tiny     about 1 h 30 min on 2 cores
+    python tests/tiny/build.py --work runs/tiny            about an hour; prints the accuracy table of README.md
 
-Each training stage keeps its state in --work and is resumed from there. The base denoiser is trained first on true
-captions (the control: the network can learn this world), then on captions of which each count, colour and side is
-drawn anew with probability --mislabel: that is the fault that RL has to mend.
+Each training stage keeps its state in --work and is resumed from there. The denoiser is trained on true captions, then
+on captions of which each count, colour and side is drawn anew with probability --mislabel (shapes with a third of it):
+that is the base, and that is the fault that RL has to mend. The control goes on with true captions.
 """
 
 import argparse

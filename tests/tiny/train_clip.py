@@ -147,7 +147,6 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     table = evaluate_clip(*train_clip(args))
-    (args.out / "clip" / "evaluation.json").write_text(json.dumps(table, indent=1) + "\n")
     print(json.dumps(table))
 
 

@@ -317,7 +317,6 @@ def main() -> None:
         rng = random.Random(12)
         pictures = world.render(np.stack([world.lay_out(s, rng) for s in scenes]), np.random.default_rng(12))
     table = evaluate_vlm(trainee, pictures, scenes)
-    (args.out / "qwen3vl" / "evaluation.json").write_text(json.dumps(table, indent=1) + "\n")
     print(json.dumps(table, indent=1))
 
 
