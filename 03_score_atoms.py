@@ -94,11 +94,12 @@ def score(
     """
     tokenizer, device = scorer.processor.tokenizer, scorer.model.device
     prefix = split_prompt(scorer.processor, vqa_list[0][0])[0]
-    suffixes = [
-        tokenizer(split_prompt(scorer.processor, q)[1], add_special_tokens=False).input_ids for q, _ in vqa_list
-    ]
-    capital = [a.strip().capitalize() for _, a in vqa_list]
-    answers = [tokenizer(a, add_special_tokens=False).input_ids for a in capital]
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    suffixes = [tokens(split_prompt(scorer.processor, q)[1]) for q, _ in vqa_list]
+    answers = [tokens(a.strip().capitalize()) for _, a in vqa_list]
     accepted = [accepted_tokens(tokenizer, a) for _, a in vqa_list]
 
     # The rows of all questions, padded on the right: suffix, then the teacher-forced answer.
@@ -153,7 +154,7 @@ def _answer(
             def hook(module, args, output):
                 if output[1] is None:
                     raise UserError("--vlm: this model returns no attention weights, so it gives no maps")
-                weights = output[1].unflatten(0, (n, k))[..., : image_tokens.numel()][
+                weights = output[1].unflatten(0, (n, k))[..., : len(image_tokens)][
                     ..., image_tokens
                 ]  # [n, K, heads, S, I]
                 kept[layer] = torch.einsum("nkhsi,ks->nki", weights.float(), rows) / weights.shape[2]
@@ -193,25 +194,20 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--steps", type=int, help="denoising steps")
     group.add_argument("--guidance", type=float, help="guidance scale, embedded in FLUX.2")
     group.add_argument("--max-sequence-length", type=int, metavar="TOKENS", help="padded length of a prompt")
-    group.add_argument(
-        "--text-encoder-layers", type=int, nargs="+", metavar="LAYER", help="hidden states that make the embedding"
-    )
-    group.add_argument(
-        "--window", type=int, nargs=2, metavar=("FIRST", "END"), help="SDE steps FIRST..END-1; default: window.json"
-    )
+    group.add_argument("--text-encoder-layers", type=int, nargs="+", metavar="LAYER", help="layers that embed a prompt")
+    group.add_argument("--window", type=int, nargs=2, metavar=("FIRST", "END"), help="SDE steps; unset: window.json")
     group.add_argument("--noise-level", type=float, metavar="A", help="SDE noise a; more explores wider")
     group.add_argument("--sde", choices=["flow", "dance", "cps"], default="flow", help="kind of SDE step")
     group.add_argument("--groups", type=int, default=16, metavar="P", help="prompt groups a round")
     group.add_argument("--samples", type=int, default=16, metavar="N", help="pictures a prompt group")
-    group.add_argument("--same-noise", action=argparse.BooleanOptionalAction, default=True,
-                       help="a group starts from one noise, so that its pictures differ by what the window does")  # fmt: skip
+    same = "a group starts from one noise: its pictures differ by what the window does"
+    group.add_argument("--same-noise", action=argparse.BooleanOptionalAction, default=True, help=same)
     group.add_argument("--batch-groups", type=int, default=8, metavar="B", help="prompt groups a forward pass")
     group = parser.add_argument_group("reward and maps")
     group.add_argument("--vlm", help="the frozen VLM: folder or hub name")
     group.add_argument("--vlm-batch", type=int, default=64, metavar="PICTURES", help="pictures a VLM pass")
-    group.add_argument(
-        "--map-layers", type=int, nargs="+", metavar="LAYER", default=[1], help="text layers whose attention is the map"
-    )
+    layers = "text layers whose attention, averaged, is the map"
+    group.add_argument("--map-layers", type=int, nargs="+", metavar="LAYER", default=[1], help=layers)
 
 
 def load_window(args: argparse.Namespace) -> tuple[int, int]:
@@ -246,34 +242,28 @@ def round_rows(atoms: Sequence[dict], round_: int, groups: int, seed: int) -> li
 
 @torch.no_grad()
 def rollout(
-    pipe, embeds: torch.Tensor, ids: Sequence[int], round_: int, window: tuple[int, int], args: argparse.Namespace
-) -> tuple[common.Trajectory, torch.Tensor]:
-    """N samples of each of B prompts, embeds [B, S, D] -> trajectory over B*N samples, and their seeds [B*N]."""
+    pipe, embeds: torch.Tensor, seeds: Sequence[int], window: tuple[int, int], args: argparse.Namespace
+) -> common.Trajectory:
+    """N samples of each of B prompts, embeds [B, S, D], seeds [B*N] -> trajectory over B*N samples."""
     grid = common.latent_grid(pipe, args.height, args.width)
-    seeds = [common.sample_seed(args.seed, round_, p, i) for p in ids for i in range(args.samples)]
     starts = [seeds[j - j % args.samples] if args.same_noise else s for j, s in enumerate(seeds)]
-    trajectory = common.sample(
+    return common.sample(
         common.velocity_fn(pipe, embeds.repeat_interleave(args.samples, 0), grid, args.guidance),
         common.start_noise(pipe, grid, starts), common.schedule(pipe, args.steps, grid[0] * grid[1]), window=window,
         noise_level=args.noise_level, kind=args.sde, generators=[torch.Generator().manual_seed(s + 1) for s in seeds],
     )  # fmt: skip
-    return trajectory, torch.tensor(seeds)
+
+
+def group_seeds(rows: Sequence[dict], g: int, round_: int, args: argparse.Namespace) -> list[int]:
+    """Seeds [N] of group g. A prompt that a round has again (few prompts) goes on with the next image indices."""
+    first = args.samples * sum(row["id"] == rows[g]["id"] for row in rows[:g])
+    return [common.sample_seed(args.seed, round_, rows[g]["id"], first + i) for i in range(args.samples)]
 
 
 KEY = (
-    "model",
-    "vlm",
-    "height",
-    "width",
-    "steps",
-    "guidance",
-    "noise_level",
-    "sde",
-    "samples",
-    "same_noise",
-    "map_layers",
-    "seed",
-)
+    "model vlm dtype height width steps guidance max_sequence_length text_encoder_layers noise_level sde samples same_noise "
+    "map_layers seed"
+).split()
 
 
 def shard_metadata(
@@ -304,8 +294,8 @@ def collect(
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, float]]]:  # fmt: skip
     """The groups of a round in order, each as a shard's tensors and the seconds that it took; made and written if missing.
 
-    rows: B prompts of atoms.jsonl; embeds [B, S, D]; policy: common.lora_digest. A pass holds `--batch-groups` groups and is made whole, so that a
-    round that was cut off is continued in the same bits.
+    rows: B prompts of atoms.jsonl; embeds [B, S, D]; policy: common.lora_digest. A pass holds `--batch-groups` groups and
+    is made whole, so that a round that was cut off is continued in the same bits.
     """
     grid = common.latent_grid(pipe, args.height, args.width)
     folder = args.run / "shards" / f"round_{round_:04d}"
@@ -317,9 +307,8 @@ def collect(
         seconds = {"rollout": 0.0, "scoring": 0.0}
         if any(s is None for s in shards):
             start = time.perf_counter()
-            t, seeds = rollout(
-                pipe, embeds[some.start : some.stop], [rows[g]["id"] for g in some], round_, window, args
-            )
+            seeds = [s for g in some for s in group_seeds(rows, g, round_, args)]
+            t = rollout(pipe, embeds[some.start : some.stop], seeds, window, args)
             pictures = common.decode(pipe, t.x0, grid)
             seconds["rollout"] = time.perf_counter() - start
             for i, g in enumerate(some):
@@ -328,7 +317,7 @@ def collect(
                 rewards, maps = score_fn(pictures[part], rows[g]["vqa_list"], grid)
                 shards[i] = {
                     "latents": t.latents[part], "log_probs": t.log_probs[part], "x0": t.x0[part], "rewards": rewards,
-                    "maps": maps, "seeds": seeds[part],
+                    "maps": maps, "seeds": torch.tensor(seeds[part]),
                 }  # fmt: skip
                 if not paths[i].exists():
                     common.write_tensors(paths[i], shards[i], metadata[i])

@@ -77,12 +77,12 @@ def main() -> None:
     params = stage4.add_lora(pipe.transformer, args)
     ratio(
         "rollout / forwards",
-        lambda: stage3.rollout(pipe, embeds, range(len(prompts)), 0, window, args),
+        lambda: stage3.rollout(pipe, embeds, range(n), window, args),
         forwards,
         options.repeats,
     )
 
-    t, _ = stage3.rollout(pipe, embeds, range(len(prompts)), 0, window, args)
+    t = stage3.rollout(pipe, embeds, range(n), window, args)
     shards = [
         {
             "latents": t.latents[s],

@@ -207,6 +207,18 @@ def test_all_stages_in_order_and_a_second_start_skips_the_work(tmp_path):
     assert {p: t for p, t in stamps.items() if p.stat().st_mtime_ns != t} == {}
 
 
+def test_all_pictures_of_a_round_have_their_own_seed(atoms_run):
+    """Also where a round has a prompt twice, since there are fewer prompts than groups."""
+    lines = (atoms_run / "atoms.jsonl").read_text().splitlines(keepends=True)
+    (atoms_run / "atoms.jsonl").write_text("".join(lines[:3]))
+    run("03_score_atoms.py", "--run", atoms_run, *SMALL)
+    shards = [common.read_tensors(p)[0] for p in sorted((atoms_run / "shards" / "round_0000").glob("*.safetensors"))]
+    assert len(shards) == 4 and len({s for shard in shards for s in shard["seeds"].tolist()}) == 16
+    assert len({tuple(x.flatten().tolist()) for shard in shards for x in shard["x0"]}) == 16
+    starts = [shard["latents"][:, 0] for shard in shards]
+    assert all(torch.equal(x, x[:1].expand_as(x)) for x in starts), "--same-noise: a group starts from one noise"
+
+
 def lora_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "state" / "state.safetensors")
 
