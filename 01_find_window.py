@@ -48,7 +48,7 @@ class Clip:
         try:
             self.model = CLIPModel.from_pretrained(name, use_safetensors=True).to(device).eval()
             self.processor = CLIPProcessor.from_pretrained(name)
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as e:
             raise UserError(f"--clip {name}: cannot be loaded: {str(e).splitlines()[0]}") from e
 
     @torch.no_grad()

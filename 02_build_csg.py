@@ -22,7 +22,6 @@ Choices where the paper is silent (it shows the graph, not how it is built):
 """
 
 import argparse
-import hashlib
 import json
 import random
 import re
@@ -32,6 +31,7 @@ from typing import Any
 
 from common import (
     UserError,
+    file_id,
     parse_args,
     read_json,
     read_jsonl,
@@ -262,11 +262,6 @@ def build(prompts: list[str], lexicon: dict[str, Any], excluded: dict[str, str])
     return atoms, rejected
 
 
-def named(path: str | None) -> str | None:
-    """A file as the settings have it: name and content."""
-    return path and f"{Path(path).name} (sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]})"
-
-
 def report(atoms: list[dict[str, Any]]) -> None:
     """Prints how many prompts have each atomicity, and how many atoms are of each kind."""
     kinds, atomicity = Counter(k for a in atoms for k in a["skills"]), Counter(a["atom_count"] for a in atoms)
@@ -293,11 +288,8 @@ def main() -> None:
         raise UserError("give --prompts FILE, or --sample N to sample from the grammar")
     excluded = {normalise(p): Path(f).name for f in args.exclude for p in read_prompts(f)}
     lexicon, prompts = load_lexicon(args.lexicon), args.prompts and read_prompts(args.prompts)
-    args.prompts, args.lexicon, args.exclude = (
-        named(args.prompts),
-        named(args.lexicon),
-        sorted(map(named, args.exclude)),
-    )
+    args.prompts, args.lexicon = (path and file_id(path) for path in (args.prompts, args.lexicon))
+    args.exclude = sorted(map(file_id, args.exclude))
 
     out, rejects, settings = (args.run / name for name in ("atoms.jsonl", "rejected.jsonl", "atoms.settings.json"))
     if out.exists():

@@ -16,6 +16,7 @@ The picture and the text before the question are read once (the VLM's key-value 
 """
 
 import argparse
+import io
 import json
 import textwrap
 import time
@@ -217,15 +218,18 @@ def load_window(args: argparse.Namespace) -> tuple[int, int]:
         if not path.exists():
             raise UserError(f"{path}: not found; run 01_find_window.py first, or give --window FIRST END")
         found = common.read_json(path)
+        if not isinstance(found, dict):
+            raise UserError(f"{path}: is not what 01_find_window.py writes; remove it and run that again")
         for key in ("model", "steps"):
             if str(found.get(key)) != str(getattr(args, key)):
                 raise UserError(f"{path}: was found with --{key} {found.get(key)}, not {getattr(args, key)}")
-        window, source = found["window"], path
+        window, source = found.get("window"), path
     else:
         window, source = args.window, "--window"
-    if not 0 <= window[0] < window[1] < args.steps:
+    whole = isinstance(window, list) and len(window) == 2 and all(type(i) is int for i in window)
+    if not whole or not 0 <= window[0] < window[1] < args.steps:
         raise UserError(
-            f"{source}: [{window[0]}, {window[1]}] must lie in [0, {args.steps - 1}]; the last step is never an SDE step"
+            f"{source}: window {window} must lie in [0, {args.steps - 1}]; the last step is never an SDE step"
         )
     return tuple(window)
 
@@ -271,11 +275,18 @@ def shard_metadata(
 ) -> dict[str, str]:
     """What a shard was made from; another value makes it a shard of another run."""
     made = {k: getattr(args, k) for k in KEY}
-    made |= {"lora": policy, "round": round_, "window": window, "prompt": row["prompt"], "atoms": row["vqa_list"]}
+    made |= {
+        "scorer": Path(getattr(args, "scorer", __file__)).name,
+        "lora": policy,
+        "round": round_,
+        "window": window,
+        "prompt": row["prompt"],
+        "atoms": row["vqa_list"],
+    }
     return {k: v if isinstance(v, str) else json.dumps(v) for k, v in made.items()}
 
 
-def read_shard(path: Path, wanted: dict[str, str]) -> dict[str, torch.Tensor] | None:
+def read_shard(path: Path, wanted: dict[str, str], window: tuple[int, int], grid: tuple[int, int]) -> dict | None:
     """The shard at `path`, None if there is none. Raises UserError if it was made from something else."""
     if not path.exists():
         return None
@@ -285,7 +296,31 @@ def read_shard(path: Path, wanted: dict[str, str]) -> dict[str, torch.Tensor] | 
             raise UserError(
                 f"{path}: is a shard of another run: its {k} is {found.get(k)}, not {v}; use another --run or remove it"
             )
+    n, k, t, tokens = int(wanted["samples"]), len(json.loads(wanted["atoms"])), window[1] - window[0], grid[0] * grid[1]
+    shapes = {"latents": (n, t + 1, tokens), "log_probs": (n, t, tokens), "x0": (n, tokens), "rewards": (n, k),
+              "maps": (n, k, *grid), "seeds": (n,)}  # fmt: skip
+    for name, shape in shapes.items():
+        if name not in tensors or tuple(tensors[name].shape[: len(shape)]) != shape:
+            raise UserError(f"{path}: its {name} must be of shape {list(shape)}; remove it to have it made again")
     return tensors
+
+
+def check_score(path: Path, rewards: torch.Tensor, maps: torch.Tensor, n: int, k: int, grid: tuple[int, int]) -> None:
+    """Refuses what a scorer must not return. NaN rewards are allowed, but not all of a group's."""
+    for name, value, shape in (("rewards", rewards, (n, k)), ("maps", maps, (n, k, *grid))):
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or not value.is_floating_point():
+            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UserError(f"--scorer: score returned {name} {found}, not float {list(shape)}")
+    if rewards.isnan().all() or rewards.isinf().any():
+        raise UserError(
+            f"--scorer: no reward of {path.name} is a number (dtype? a broken VLM?); the group was not written"
+        )
+    if (
+        not maps.isfinite().all()
+        or (maps < 0).any()
+        or not torch.allclose(maps.mean((2, 3)), torch.ones(n, k).to(maps), atol=1e-3)
+    ):
+        raise UserError("--scorer: maps must be finite, not negative, and of mean 1 over the picture")
 
 
 def collect(
@@ -303,7 +338,7 @@ def collect(
         some = range(first, min(first + args.batch_groups, len(rows)))
         paths = [folder / f"{g:05d}.safetensors" for g in some]
         metadata = [shard_metadata(rows[g], round_, window, policy, args) for g in some]
-        shards = [read_shard(p, m) for p, m in zip(paths, metadata, strict=True)]
+        shards = [read_shard(p, m, window, grid) for p, m in zip(paths, metadata, strict=True)]
         seconds = {"rollout": 0.0, "scoring": 0.0}
         if any(s is None for s in shards):
             start = time.perf_counter()
@@ -314,7 +349,9 @@ def collect(
             for i, g in enumerate(some):
                 start = time.perf_counter()
                 part = slice(i * args.samples, (i + 1) * args.samples)
-                rewards, maps = score_fn(pictures[part], rows[g]["vqa_list"], grid)
+                scored = score_fn(pictures[part], rows[g]["vqa_list"], grid)
+                rewards, maps = scored if isinstance(scored, tuple) and len(scored) == 2 else (scored, None)
+                check_score(paths[i], rewards, maps, args.samples, len(rows[g]["vqa_list"]), grid)
                 shards[i] = {
                     "latents": t.latents[part], "log_probs": t.log_probs[part], "x0": t.x0[part], "rewards": rewards,
                     "maps": maps, "seeds": torch.tensor(seeds[part]),
@@ -359,10 +396,10 @@ def plot_maps(
     figure.suptitle(
         "Lit: where the VLM looks for an atom (attention from the right answer). Number: Soft-TIFA", fontsize=9
     )
-    partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=110)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
     plt.close(figure)
-    partial.replace(path)
+    common.write_bytes(path, buffer.getvalue())
 
 
 def main() -> None:
@@ -374,7 +411,10 @@ def main() -> None:
     atoms, window = common.read_atoms(args.run / "atoms.jsonl"), load_window(args)
     rows = round_rows(atoms, args.round, args.groups, args.seed)
     folder, args.window = args.run / "shards" / f"round_{args.round:04d}", list(window)
-    if common.require_same(folder / "settings.json", args) and len([*folder.glob("[0-9]*.safetensors")]) == len(rows):
+    paths = sorted(folder.glob("[0-9]*.safetensors"))
+    if common.require_same(folder / "settings.json", args) and len([common.read_tensors(p) for p in paths]) == len(
+        rows
+    ):
         print(f"{folder} is done: {len(rows)} groups of {args.samples}")
         return
 

@@ -15,8 +15,10 @@ not a sum, over atoms; the ratio is clipped per location; the last step is never
 """
 
 import argparse
+import io
 import json
 import math
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -42,9 +44,13 @@ LORA_TARGETS = (
 def add_lora(transformer: torch.nn.Module, args: argparse.Namespace) -> dict[str, torch.nn.Parameter]:
     """Adds the trainable adapter, B = 0, in float32; returns its parameters by name."""
     torch.manual_seed(args.seed)
-    transformer.add_adapter(
-        LoraConfig(r=args.rank, lora_alpha=args.alpha, init_lora_weights="gaussian", target_modules=args.lora_targets)
+    config = LoraConfig(
+        r=args.rank, lora_alpha=args.alpha, init_lora_weights="gaussian", target_modules=args.lora_targets
     )
+    try:
+        transformer.add_adapter(config)
+    except (ValueError, re.error) as e:
+        raise UserError(f"--lora-targets {args.lora_targets}: {' '.join(str(e).split())[:200]}") from e
     params = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
     for p in params.values():
         p.data = p.data.float()
@@ -53,7 +59,7 @@ def add_lora(transformer: torch.nn.Module, args: argparse.Namespace) -> dict[str
 
 def save_lora(pipe, folder: Path) -> None:
     """As diffusers writes it, alpha included. Written beside and renamed: never half there."""
-    partial = folder.with_name(f".{folder.name}")
+    partial = folder.with_name(f".{folder.name}.partial")
     pipe.save_lora_weights(
         partial, transformer_lora_layers=get_peft_model_state_dict(pipe.transformer),
         **_collate_lora_metadata({"transformer": pipe.transformer}),
@@ -163,15 +169,18 @@ def save_state(
     tensors = {f"param.{k}": p for k, p in params.items()}
     for k, p in params.items():
         tensors |= {f"{name}.{k}": v for name, v in optimizer.state[p].items()}
-    common.write_tensors(path, tensors, {"round": str(round_), "settings": json.dumps(common.settings(args))})
+    common.write_tensors(path, tensors, {"made": json.dumps({"round": round_, "settings": common.settings(args)})})
 
 
 def load_state(path: Path, params: dict, optimizer: torch.optim.Optimizer) -> None:
     tensors, _ = common.read_tensors(path)
+    moments = ("step", "exp_avg", "exp_avg_sq")
+    shapes = {f"{m}.{k}": () if m == "step" else tuple(p.shape) for k, p in params.items() for m in ("param", *moments)}
+    if {k: tuple(v.shape) for k, v in tensors.items()} != shapes:
+        raise UserError(f"{path}: is not the state of this LoRA; use another --run")
     for k, p in params.items():
         p.data.copy_(tensors[f"param.{k}"])
-        optimizer.state[p] = {name: tensors[f"{name}.{k}"].to(p.device if name != "step" else "cpu")
-                              for name in ("step", "exp_avg", "exp_avg_sq")}  # fmt: skip
+        optimizer.state[p] = {m: tensors[f"{m}.{k}"].to("cpu" if m == "step" else p.device) for m in moments}
 
 
 def finished_rounds(path: Path, args: argparse.Namespace) -> int:
@@ -179,17 +188,21 @@ def finished_rounds(path: Path, args: argparse.Namespace) -> int:
     if not path.exists():
         return 0
     _, metadata = common.read_tensors(path)
-    old, new = json.loads(metadata["settings"]), common.settings(args)
-    for key in sorted((set(old) | set(new)) - {"rounds", "save_every", "keep_rounds"}):
-        if old.get(key) != new.get(key):
-            flag = "--" + key.replace("_", "-")
-            raise UserError(f"{path}: was trained with {flag} {old.get(key)}, not {new.get(key)}; use another --run")
-    return int(metadata["round"])
+    try:
+        made = json.loads(metadata["made"])
+        done, old = int(made["round"]), made["settings"]
+    except (KeyError, ValueError, TypeError) as e:
+        raise UserError(f"{path}: is not a state of this script; use another --run") from e
+    common.refuse_difference(path, old, common.settings(args), ("rounds", "save_every", "keep_rounds"))
+    return done
 
 
 def write_metrics(path: Path, line: dict) -> list[dict]:
     """Replaces the line of this round and drops those after it, which a killed run may have left; returns all lines."""
-    lines = [m for m in (common.read_jsonl(path) if path.exists() else []) if m["round"] < line["round"]] + [line]
+    lines = common.read_jsonl(path) if path.exists() else []
+    if not all(type(m.get("round")) is int and isinstance(m.get("atoms"), dict) for m in lines):
+        raise UserError(f"{path}: has a line that this script did not write; remove it")
+    lines = [m for m in lines if m["round"] < line["round"]] + [line]
     common.write_text(path, "".join(json.dumps(m) + "\n" for m in lines))
     return lines
 
@@ -222,14 +235,17 @@ def plot_training(path: Path, metrics: list[dict], args: argparse.Namespace) -> 
         f"--objective {args.objective} --credit {args.credit}, {args.groups} x {args.samples} pictures a round",
         fontsize=9,
     )
-    partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=110)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
     plt.close(figure)
-    partial.replace(path)
+    common.write_bytes(path, buffer.getvalue())
 
 
 def train(args: argparse.Namespace, stage: ModuleType) -> None:
     atoms, window = common.read_atoms(args.run / "atoms.jsonl"), stage.load_window(args)
+    args.atoms, args.window = common.file_id(args.run / "atoms.jsonl"), list(window)  # a resume must have the same
+    if args.credit == "shuffled" and any(len(a["vqa_list"]) < 2 for a in atoms):
+        raise UserError("--credit shuffled: atoms.jsonl has a prompt of one atom, whose map has no other atom to go to")
     state = args.run / "state" / "state.safetensors"
     done = finished_rounds(state, args)
     if done >= args.rounds:
@@ -308,7 +324,8 @@ def load_scorer_stage() -> ModuleType:
     """Stage 03, or the file of --scorer: it is needed before the other flags are known, since it has flags of its own."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--scorer", default=SCORER)
-    return common.load_stage(parser.parse_known_args()[0].scorer)
+    names = ("add_rollout_arguments", "load_window", "round_rows", "load_scorer", "score", "collect")
+    return common.load_stage(parser.parse_known_args()[0].scorer, names)
 
 
 def parse(stage: ModuleType) -> argparse.Namespace:
@@ -350,20 +367,15 @@ def parse(stage: ModuleType) -> argparse.Namespace:
         metavar="ROUNDS",
         help="rounds whose shards are kept; stage 03's round 0 always is",
     )
-    args = common.parse_args(parser)
-    for name, good in {
-        "samples": args.samples >= 2,
-        "rounds": args.rounds >= 1,
-        "map_floor": 0 <= args.map_floor <= 1,
-    }.items():
-        if not good:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: out of range")
-    return args
+    return common.parse_args(parser)
 
 
 def main() -> None:
     stage = load_scorer_stage()
-    train(parse(stage), stage)
+    args = parse(stage)
+    common.read_atoms(args.run / "atoms.jsonl")  # before the folder of the lock is made
+    with common.only_process(args.run):
+        train(args, stage)
 
 
 if __name__ == "__main__":

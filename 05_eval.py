@@ -28,6 +28,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,6 +151,17 @@ def generate(out: Path, prompts: dict[int, dict], lora: Path | None, args: argpa
                 bar.update(len(batch))
 
 
+def verdicts(path: str, oracle: Any, picture: torch.Tensor, vqa: list[list[str]]) -> list[bool]:
+    """The oracle's bool a question for a picture [3, H, W]."""
+    try:
+        right = list(oracle(picture.movedim(0, -1).numpy(), vqa))
+    except Exception as e:  # whatever a file of the user's raises
+        raise UserError(f"--oracle {path}: judge failed on {vqa[0][0]!r} ...: {type(e).__name__}: {e}") from e
+    if len(right) != len(vqa) or not all(isinstance(r, (bool, np.bool_)) for r in right):
+        raise UserError(f"--oracle {path}: judge must return a bool for each of the {len(vqa)} questions, not {right}")
+    return [*map(bool, right)]
+
+
 def judge(out: Path, prompts: dict[int, dict], systems: list[str], args: argparse.Namespace) -> Records:
     """Scores of all pictures; per_image.jsonl keeps those that the same judges have done."""
     path, made_with = out / "per_image.jsonl", {"base": args.judges, "lora": [*args.judges, args.lora_sha256]}
@@ -159,9 +171,9 @@ def judge(out: Path, prompts: dict[int, dict], systems: list[str], args: argpars
     todo = {row: new for row in prompts if (new := [(s, i) for s, i in keys if (s, row, i) not in records])}
     if not todo:
         return records
-    stage = common.load_stage(args.scorer)
+    stage = common.load_stage(args.scorer, ("load_scorer", "score"))
     scorer = stage.load_scorer(args.vlm, args.device, getattr(torch, args.dtype), [0])  # layers of maps: not used here
-    oracle = common.load_stage(args.oracle).judge if args.oracle else None
+    oracle = common.load_stage(args.oracle, ("judge",)).judge if args.oracle else None
     saved, last = time.monotonic(), [*todo][-1]
     for row, new in tqdm(todo.items(), desc="scores", unit="prompt", dynamic_ncols=True):
         vqa, paths = prompts[row]["vqa_list"], [picture_path(out, system, row, i) for system, i in new]
@@ -171,7 +183,7 @@ def judge(out: Path, prompts: dict[int, dict], systems: list[str], args: argpars
             raise UserError(f"{paths[0]}: a score of the VLM is not a number; try --dtype float32")
         for (system, i), picture, values in zip(new, pictures, scores.tolist(), strict=True):
             found = {"system": system, "row": row, "image": i, "scores": [round(v, 6) for v in values]}
-            found["oracle"] = [*map(bool, oracle(picture.movedim(0, -1).numpy(), vqa))] if oracle else None
+            found["oracle"] = verdicts(args.oracle, oracle, picture, vqa) if oracle else None
             records[system, row, i] = found | {"made_with": made_with[system]}
         if time.monotonic() - saved > 30 or row == last:
             common.write_text(path, "".join(json.dumps(r) + "\n" for r in records.values()))

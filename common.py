@@ -19,15 +19,18 @@ Notation (one convention everywhere; DESIGN: "The mathematics")
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import importlib.util
 import io
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -257,6 +260,13 @@ def encode_prompts(
     pipe: Flux2Pipeline, prompts: Sequence[str], *, max_sequence_length: int, text_encoder_layers: Sequence[int]
 ) -> torch.Tensor:
     """Prompt embeddings [P, S, D]. They depend on max_sequence_length: FLUX.2 attends to the padding."""
+    encoder = pipe.text_encoder.config.text_config
+    found, wanted = len(text_encoder_layers) * encoder.hidden_size, pipe.transformer.config.joint_attention_dim
+    if found != wanted or not all(0 <= i <= encoder.num_hidden_layers for i in text_encoder_layers):
+        raise UserError(
+            f"--text-encoder-layers {' '.join(map(str, text_encoder_layers))}: this model reads "
+            f"{wanted // encoder.hidden_size} of the layers 0 to {encoder.num_hidden_layers}"
+        )
     parts = []
     for i in range(0, len(prompts), 32):
         embeds, _ = pipe.encode_prompt(
@@ -385,6 +395,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+RANGES = dict(
+    seed=(0, 2**62), height=(1, 2**14), width=(1, 2**14), steps=(2, 1000), guidance=(0, 1000), max_sequence_length=(1, 4096),
+    noise_level=(1e-3, 10), groups=(1, 10**5), samples=(2, 10**4), batch_groups=(1, 10**4), vlm_batch=(1, 10**4),
+    round=(0, 10**6 - 1), rounds=(1, 10**6 - 1), map_floor=(0, 1), std_floor=(1e-8, 1e3), clip_range=(1e-8, 1e3),
+    updates=(1, 10**4), lr=(1e-12, 1), warmup=(0, 10**6), weight_decay=(0, 10), max_grad_norm=(1e-12, 1e12),
+    max_ratio_gap=(0, 1), rank=(1, 4096), alpha=(1e-6, 1e6), save_every=(1, 10**6), keep_rounds=(0, 10**6),
+)  # fmt: skip
+
+
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Adds the flags that all stages have; the preset's values become the defaults of the flags that the parser has."""
     parser.formatter_class = type(
@@ -412,15 +431,27 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         return str(ROOT / value) if isinstance(value, str) and value.startswith(TINY) else value
 
     parser.set_defaults(**{k: located(v) for k, v in preset.items() if k in {a.dest for a in parser._actions}})
-    return parser.parse_args()
+    parser.allow_abbrev = False  # the flags that are read before the others know no abbreviations
+    args = parser.parse_args()
+    for name, (low, high) in RANGES.items():
+        value = getattr(args, name, None)
+        if value is not None and not low <= value <= high:  # NaN is outside of every range
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be from {low:g} to {high:g}")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device {args.device}: {str(e).splitlines()[0]}") from e
+    return args
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs a stage: a UserError is one line and exit code 2, Ctrl-C is 130."""
+    """Runs a stage: a UserError, or a file that cannot be used, is one line and exit code 2; Ctrl-C is 130."""
     try:
         main()
     except UserError as e:
         sys.exit(print(f"error: {e}", file=sys.stderr) or 2)
+    except OSError as e:
+        sys.exit(print(f"error: {e.filename or ''}: {e.strerror or e}", file=sys.stderr) or 2)
     except KeyboardInterrupt:
         sys.exit(print("\ninterrupted: the same command continues", file=sys.stderr) or 130)
 
@@ -429,7 +460,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Atomic: a reader, or a process killed at any moment, sees the old file or the whole new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        fd, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
         try:
             with os.fdopen(fd, "wb") as f:
                 f.write(data)
@@ -493,7 +524,8 @@ def read_numbered_jsonl(path: str | Path) -> list[tuple[int, dict]]:
             continue
         try:
             rows.append((number, json.loads(line)))
-        except ValueError as e:
+            json.dumps(rows[-1][1], ensure_ascii=False).encode()  # half a surrogate pair could not be written again
+        except (ValueError, RecursionError) as e:
             raise UserError(f"{path}:{number}: not JSON: {e}") from e
         if not isinstance(rows[-1][1], dict):
             raise UserError(f"{path}:{number}: must be a JSON object, not {type(rows[-1][1]).__name__}")
@@ -524,6 +556,8 @@ def read_atoms(path: Path) -> list[dict]:
     for number, row in read_numbered_jsonl(path):
         row.setdefault("id", len(rows))
         rows.append(row)
+        if type(row["id"]) is not int or type(row.get("atom_count", 0)) is not int:
+            raise UserError(f"{path}:{number}: id and atom_count must be whole numbers")
         vqa = row.get("vqa_list")
         if (
             not isinstance(row.get("prompt"), str)
@@ -560,25 +594,58 @@ def require_same(path: Path, args: argparse.Namespace, ignore: Sequence[str] = (
     """Whether `path` holds these settings. False if there is no such file; UserError that names what differs."""
     if not path.exists():
         return False
-    old, new = read_json(path)["settings"], settings(args)
-    for key in sorted(set(old) | set(new)):
-        if old.get(key) != new.get(key) and key not in ignore:
-            flag = "--" + key.replace("_", "-")
-            raise UserError(
-                f"{path}: was made with {flag} {old.get(key)}, not {new.get(key)}; use another --run or remove it"
-            )
+    found = read_json(path)
+    refuse_difference(path, found.get("settings") if isinstance(found, dict) else None, settings(args), ignore)
     return True
 
 
-def load_stage(path: str | Path) -> ModuleType:
-    """A script by its path (its name starts with a digit, so `import` cannot name it)."""
+def refuse_difference(path: Path, old: Any, new: dict[str, Any], ignore: Sequence[str] = ()) -> None:
+    """Raises UserError that names the first setting in which old and new differ."""
+    if not isinstance(old, dict):
+        raise UserError(
+            f"{path}: holds no settings, so nobody knows what it was made with; use another --run or remove it"
+        )
+    for key in sorted((set(old) | set(new)) - set(ignore)):
+        if old.get(key) != new.get(key):
+            name = "--" + key.replace("_", "-")
+            raise UserError(
+                f"{path}: was made with {name} {old.get(key)}, not {new.get(key)}; use another --run or remove it"
+            )
+
+
+def file_id(path: str | Path) -> str:
+    """A file as the settings have it: its name and what it holds."""
+    return f"{Path(path).name} (sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]})"
+
+
+@contextmanager
+def only_process(run: Path) -> Iterator[None]:
+    """The second training process on one run is refused, by a lock on its atoms.jsonl, which ends with the process. What
+    a killed one left half written is removed."""
+    with open(run / "atoms.jsonl") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise UserError(f"--run {run}: another process trains it") from e
+        for partial in run.rglob(".*.partial"):
+            partial.unlink() if partial.is_file() else shutil.rmtree(partial)
+        yield
+
+
+def load_stage(path: str | Path, names: Sequence[str] = ()) -> ModuleType:
+    """A script by its path (its name starts with a digit, so `import` cannot name it) that has these names."""
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: not found")
+    if not path.is_file() or path.suffix != ".py":
+        raise UserError(f"{path}: not found, or not a .py file")
     spec = importlib.util.spec_from_file_location(path.stem.lstrip("0123456789_"), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:  # whatever a file of the user's raises
+        raise UserError(f"{path}: cannot be loaded: {type(e).__name__}: {e}") from e
+    if missing := [n for n in names if not hasattr(module, n)]:
+        raise UserError(f"{path}: has no {', '.join(missing)}; 03_score_atoms.py shows what a stage 03 offers")
     return module
 
 

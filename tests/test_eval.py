@@ -485,4 +485,4 @@ def test_a_lora_that_changes_nothing_has_delta_zero_and_a_foreign_one_is_refused
         assert "is no LoRA for this model" in refused(*argv[:2], "--lora", tmp_path / name, *argv[4:])
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / ev.LORA_FILE).write_bytes((lora / ev.LORA_FILE).read_bytes()[:500])
-    assert "is no LoRA for this model" in refused(*argv[:2], "--lora", tmp_path / "cut", *argv[4:])
+    assert "is not a whole safetensors file" in refused(*argv[:2], "--lora", tmp_path / "cut", *argv[4:])

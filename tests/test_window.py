@@ -192,7 +192,7 @@ def test_figure_marks_the_knee():
     ("flags", "says"),
     [
         (["--num-prompts", 1], "1 prompt is too few"),
-        (["--steps", 1], "--steps 2"),
+        (["--steps", 1], "--steps 1: must be from 2"),
         (["--batch-size", 0], "--batch-size must be at least 1"),
         (["--prompts", "missing.txt"], "missing.txt: cannot be read"),
         (["--model", "missing"], "--model missing: cannot be loaded"),
