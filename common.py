@@ -381,9 +381,10 @@ SKILLS = ("object", "count", "attribute", "position", "verb")  # GenEval 2's kin
 TINY = "tests/tiny"
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": dict(
-        model=f"{TINY}/models/flux2", vlm=f"{TINY}/models/qwen3vl", clip=f"{TINY}/models/clip", lexicon=f"{TINY}/lexicon.json",
-        eval_prompts=f"{TINY}/heldout.jsonl", prompts=f"{TINY}/prompts.txt", exclude=[f"{TINY}/heldout.jsonl"], oracle=f"{TINY}/world.py", height=32, width=32, steps=10, guidance=4.0,
-        max_sequence_length=8, text_encoder_layers=[1, 2, 3], noise_level=1.0, rank=16, alpha=16, lr=2e-3, rounds=60, batch_size=120,
+        model=f"{TINY}/models/flux2", vlm=f"{TINY}/models/qwen3vl", clip=f"{TINY}/models/clip", oracle=f"{TINY}/world.py",
+        lexicon=f"{TINY}/lexicon.json", prompts=f"{TINY}/prompts.txt", eval_prompts=f"{TINY}/heldout.jsonl",
+        exclude=[f"{TINY}/heldout.jsonl"], height=32, width=32, steps=10, guidance=4.0, max_sequence_length=8,
+        text_encoder_layers=[1, 2, 3], noise_level=1.0, rank=16, alpha=16, lr=2e-3, rounds=60, batch_size=120,
         images_per_prompt=2,
     ),
     # Table 3 of the paper: 1024x1024, 50 steps, default guidance, LoRA rank 64, alpha 64.
