@@ -92,7 +92,8 @@ def backward(
     velocity = common.velocity_fn(pipe, embeds, common.latent_grid(pipe, args.height, args.width), args.guidance)
     infos = []
     for t, step in enumerate(range(*window)):
-        x, x_next = batch["latents"][:, t], batch["latents"][:, t + 1]
+        # contiguous as in the rollout: another memory layout sums in another order, and the ratio is not exactly 1
+        x, x_next = batch["latents"][:, t].contiguous(), batch["latents"][:, t + 1].contiguous()
         _, log_prob, _, _ = common.sde_step(
             x, velocity(x, sigmas[step]), sigmas[step], sigmas[step + 1], noise_level=args.noise_level, sigma_max=sigmas[1],
             kind=args.sde, x_next=x_next,

@@ -300,7 +300,7 @@ def start_noise(pipe: Flux2Pipeline, grid: tuple[int, int], seeds: Sequence[int]
     """Noise [N, L, C], float32, a seed a sample: what the pipeline draws for the same generators."""
     shape = (1, pipe.transformer.config.in_channels, *grid)
     noise = torch.cat([torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds])
-    return pipe._pack_latents(noise).to(pipe.transformer.device)
+    return pipe._pack_latents(noise).contiguous().to(pipe.transformer.device)
 
 
 def velocity_fn(
