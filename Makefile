@@ -6,7 +6,7 @@ SEED ?= 0
 PY := .venv/bin/python
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow bench lint tiny
+.PHONY: demo test bench lint tiny
 
 demo: .venv/installed
 	$(PY) 01_find_window.py --preset tiny --run $(RUN) --seed $(SEED)
@@ -18,9 +18,6 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(PY) -m pytest
-
-test-slow: .venv/installed
-	$(PY) -m pytest -m slow
 
 bench: .venv/installed
 	$(PY) tests/bench_pipeline.py

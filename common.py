@@ -426,10 +426,11 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     preset_parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     preset = PRESETS[preset_parser.parse_known_args()[0].preset]
 
-    def located(value: Any) -> Any:  # a preset's paths are relative to the repository: the scripts run from any folder
+    def located(value: Any) -> Any:  # a preset's paths are the repository's, from whatever folder a script runs
         if isinstance(value, list):
             return [located(v) for v in value]
-        return str(ROOT / value) if isinstance(value, str) and value.startswith(TINY) else value
+        of_repository = isinstance(value, str) and value.startswith(TINY)
+        return str(ROOT / value) if of_repository and not Path(value).exists() else value
 
     parser.set_defaults(**{k: located(v) for k, v in preset.items() if k in {a.dest for a in parser._actions}})
     parser.allow_abbrev = False  # the flags that are read before the others know no abbreviations
