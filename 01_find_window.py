@@ -222,7 +222,11 @@ def main() -> None:
         raise UserError(f"--model {args.model}: its pictures are not finite in {args.dtype}; try another --dtype")
 
     # window.json comes last: where it is, the stage is done.
-    window = {"model": args.model, "prompts": len(prompts), "images_per_prompt": args.images_per_prompt}
+    window = {
+        "model": common.portable(args.model),
+        "prompts": len(prompts),
+        "images_per_prompt": args.images_per_prompt,
+    }
     window |= {"steps": args.steps, "sigmas": sigmas} | find_window(similarity)
     common.write_bytes(args.run / "window.png", draw_figure(window, film, prompts))
     common.write_json(out, window)

@@ -221,7 +221,7 @@ def load_window(args: argparse.Namespace) -> tuple[int, int]:
         if not isinstance(found, dict):
             raise UserError(f"{path}: is not what 01_find_window.py writes; remove it and run that again")
         for key in ("model", "steps"):
-            if str(found.get(key)) != str(getattr(args, key)):
+            if str(common.portable(found.get(key))) != str(common.portable(getattr(args, key))):
                 raise UserError(f"{path}: was found with --{key} {found.get(key)}, not {getattr(args, key)}")
         window, source = found.get("window"), path
     else:
@@ -274,9 +274,9 @@ def shard_metadata(
     row: dict, round_: int, window: tuple[int, int], policy: str, args: argparse.Namespace
 ) -> dict[str, str]:
     """What a shard was made from; another value makes it a shard of another run."""
-    made = {k: getattr(args, k) for k in KEY}
+    made = {k: common.portable(getattr(args, k)) for k in KEY}
     made |= {
-        "scorer": Path(getattr(args, "scorer", __file__)).name,
+        "scorer": common.file_id(getattr(args, "scorer", __file__)),
         "lora": policy,
         "round": round_,
         "window": window,

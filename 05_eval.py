@@ -1,7 +1,7 @@
 """Stage 05: the frozen base against its LoRA on held-out prompts.
 
     python 05_eval.py --preset tiny --run runs/demo
-    python 05_eval.py --preset flux2-dev --run runs/flux2 --eval-prompts geneval2.jsonl --batch-size 4
+    python 05_eval.py --preset flux2-dev --run runs/flux2 --eval-prompts geneval2_data.jsonl --batch-size 4
 
 Reads   lora/round_RRRR/ (04) or any folder that diffusers' `load_lora_weights` takes; --eval-prompts: JSONL with prompt,
         vqa_list and skills (GenEval 2's own file, or an atoms.jsonl of 02).
@@ -178,7 +178,7 @@ def judge(out: Path, prompts: dict[int, dict], systems: list[str], args: argpars
     for row, new in tqdm(todo.items(), desc="scores", unit="prompt", dynamic_ncols=True):
         vqa, paths = prompts[row]["vqa_list"], [picture_path(out, system, row, i) for system, i in new]
         pictures = torch.stack([common.load_png(p) for p in paths])  # [N, 3, H, W]
-        scores, _ = stage.score(scorer, pictures, vqa, None, maps=False)  # [N, K]
+        scores, _ = stage.score(scorer, pictures, vqa, (1, 1), maps=False)  # [N, K]
         if not scores.isfinite().all():
             raise UserError(f"{paths[0]}: a score of the VLM is not a number; try --dtype float32")
         for (system, i), picture, values in zip(new, pictures, scores.tolist(), strict=True):

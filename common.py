@@ -247,7 +247,7 @@ def load_pipeline(model: str, device: str, dtype: torch.dtype) -> Flux2Pipeline:
     try:
         pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype, use_safetensors=True)
     except (OSError, ValueError) as e:
-        raise UserError(f"--model {model}: cannot be loaded: {str(e).splitlines()[0]}") from e
+        raise UserError(f"--model {model}: cannot be loaded: {str(e).splitlines()[0].split(' (')[0]}") from e
     if not isinstance(pipe, Flux2Pipeline):
         raise UserError(f"--model {model}: is a {type(pipe).__name__}; supported: Flux2Pipeline")
     for part in (pipe.transformer, pipe.vae, pipe.text_encoder):
@@ -391,7 +391,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "flux2-dev": dict(
         model="black-forest-labs/FLUX.2-dev", vlm="Qwen/Qwen3-VL-8B-Instruct", clip="openai/clip-vit-large-patch14",
         height=1024, width=1024, steps=50, guidance=4.0, max_sequence_length=512, text_encoder_layers=[10, 20, 30],
-        noise_level=0.7, rank=64, alpha=64, dtype="bfloat16", batch_groups=1, vlm_batch=1,
+        noise_level=0.7, rank=64, alpha=64, dtype="bfloat16", batch_groups=1, vlm_batch=1, batch_size=4,
     ),
 }  # fmt: skip
 
@@ -582,9 +582,15 @@ def read_atoms(path: Path) -> list[dict]:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of a stage as JSON, without what changes no result."""
-    return json.loads(
-        json.dumps({k: v for k, v in vars(args).items() if k not in ("run", "preset", "device")}, default=str)
-    )
+    made = {k: portable(v) for k, v in vars(args).items() if k not in ("run", "preset", "device")}
+    if "scorer" in made:
+        made["scorer"] = file_id(args.scorer)  # an edited scorer is another scorer
+    return json.loads(json.dumps(made, default=str))
+
+
+def portable(value: Any) -> Any:
+    """A setting as it is recorded: paths in the repository without its place, so that a run goes on in a moved clone."""
+    return value.removeprefix(f"{ROOT}/") if isinstance(value, str) else value
 
 
 def write_settings(path: Path, args: argparse.Namespace) -> None:

@@ -3,9 +3,11 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -370,6 +372,53 @@ def test_a_broken_scorer_is_one_line(atoms_run, body, message):
         "04_train_cast.py", "--run", atoms_run, *SMALL, "--rounds", "1", "--scorer", atoms_run / "own.py"
     )
     assert not (atoms_run / "shards").exists() and not (atoms_run / "metrics.jsonl").exists()
+
+
+def test_an_edited_scorer_is_another_scorer(atoms_run):
+    own = atoms_run / "own.py"
+    own.write_text(OWN + "    return rewards, maps\n")
+    command = ["04_train_cast.py", "--run", atoms_run, *SMALL, "--scorer", own, "--rounds"]
+    run(*command, "1")
+    own.write_text(OWN + "    return 1 - rewards, maps\n")
+    assert "was made with --scorer own.py" in fails(*command, "2")
+    (atoms_run / "state" / "state.safetensors").unlink()
+    assert "its scorer is own.py" in fails(*command, "2")
+
+
+def test_a_scorer_as_in_the_readme_judges_in_05(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    code = text[text.index("    import torch\n    import common\n") : text.index("## Settings: the paper")]
+    (tmp_path / "my_scorer.py").write_text(textwrap.dedent(code))
+    (tmp_path / "run").mkdir()
+    run(
+        "05_eval.py",
+        "--run",
+        tmp_path / "run",
+        "--scorer",
+        tmp_path / "my_scorer.py",
+        "--lora",
+        "none",
+        "--num-prompts",
+        "3",
+    )
+    assert 50 < json.loads((tmp_path / "run" / "eval" / "scores.json").read_text())["base"]["soft_tifa.am"] < 100
+
+
+def test_a_run_goes_on_in_a_moved_clone(atoms_run, tmp_path_factory, monkeypatch):
+    """The same files elsewhere: stages started from another folder, then from a copy of the repository."""
+    command = ["04_train_cast.py", "--run", str(atoms_run), *SMALL, "--rounds"]
+    monkeypatch.chdir(atoms_run)  # a preset's paths are now absolute
+    run(*command, "1")
+    moved = tmp_path_factory.mktemp("moved") / "repository"
+    moved.mkdir()
+    for name in ("common.py", "03_score_atoms.py", "04_train_cast.py"):
+        shutil.copy(ROOT / name, moved)
+    (moved / "tests").symlink_to(ROOT / "tests")
+    again = subprocess.run(
+        [sys.executable, str(moved / command[0]), *command[1:], "2"], capture_output=True, text=True, cwd=moved
+    )
+    assert again.returncode == 0, again.stderr
+    assert [m["round"] for m in common.read_jsonl(atoms_run / "metrics.jsonl")] == [0, 1]
 
 
 def test_some_nan_rewards_are_masked_and_counted(atoms_run):

@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models", help="folder of the models")
     parser.add_argument("--work", type=Path, required=True, help="folder of the training states")
     parser.add_argument(
-        "--mislabel", type=float, default=0.2, help="probability that an attribute of a caption is drawn anew (0.2)"
+        "--mislabel", type=float, default=0.15, help="probability that an attribute of a caption is drawn anew (0.15)"
     )
     parser.add_argument("--text-steps", type=int, default=1500)
     parser.add_argument("--vae-steps", type=int, default=2500)
