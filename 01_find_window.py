@@ -200,8 +200,8 @@ def main() -> None:
     prompts = common.read_prompts(args.prompts)[: max(args.num_prompts, 0)]
     if len(prompts) < 2:
         raise UserError(f"--prompts, --num-prompts: {len(prompts)} prompt is too few; the standard error needs 2")
-    if args.images_per_prompt < 1 or args.batch_size < 1 or args.steps < 2:
-        raise UserError("--images-per-prompt and --batch-size must be at least 1, and --steps 2")
+    if args.images_per_prompt < 1 or args.batch_size < 1:
+        raise UserError("--images-per-prompt and --batch-size must be at least 1")
     digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:12]
     args.prompts = f"{Path(args.prompts).name} (the first {len(prompts)}: sha256 {digest})"
     out, settings = args.run / "window.json", args.run / "window.settings.json"

@@ -16,7 +16,6 @@ The picture and the text before the question are read once (the VLM's key-value 
 """
 
 import argparse
-import io
 import json
 import textwrap
 import time
@@ -271,12 +270,12 @@ KEY = (
 
 
 def shard_metadata(
-    row: dict, round_: int, window: tuple[int, int], policy: str, args: argparse.Namespace
+    row: dict, round_: int, window: tuple[int, int], scorer: str, policy: str, args: argparse.Namespace
 ) -> dict[str, str]:
     """What a shard was made from; another value makes it a shard of another run."""
     made = {k: common.portable(getattr(args, k)) for k in KEY}
     made |= {
-        "scorer": common.file_id(getattr(args, "scorer", __file__)),
+        "scorer": scorer,
         "lora": policy,
         "round": round_,
         "window": window,
@@ -334,10 +333,11 @@ def collect(
     """
     grid = common.latent_grid(pipe, args.height, args.width)
     folder = args.run / "shards" / f"round_{round_:04d}"
+    scorer = getattr(args, "scorer", None) or common.file_id(__file__)  # in 04 it is known already
     for first in range(0, len(rows), args.batch_groups):
         some = range(first, min(first + args.batch_groups, len(rows)))
         paths = [folder / f"{g:05d}.safetensors" for g in some]
-        metadata = [shard_metadata(rows[g], round_, window, policy, args) for g in some]
+        metadata = [shard_metadata(rows[g], round_, window, scorer, policy, args) for g in some]
         shards = [read_shard(p, m, window, grid) for p, m in zip(paths, metadata, strict=True)]
         seconds = {"rollout": 0.0, "scoring": 0.0}
         if any(s is None for s in shards):
@@ -370,15 +370,11 @@ def plot_maps(
     path: Path, pictures: torch.Tensor, rows: Sequence[dict], shards: Sequence[dict[str, torch.Tensor]]
 ) -> None:
     """One row a prompt: its first picture, then the picture lit where each atom's map is, with its question and score."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     width = 1 + max(len(r["vqa_list"]) for r in rows)
-    figure, axes = plt.subplots(
-        len(rows), width, figsize=(1.75 * width, 2.2 * len(rows)), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(1.75 * width, 2.2 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), width, squeeze=False)
     for ax in axes.flat:
         ax.axis("off")
     for line, picture, row, shard in zip(axes, pictures, rows, shards, strict=True):
@@ -396,10 +392,7 @@ def plot_maps(
     figure.suptitle(
         "Lit: where the VLM looks for an atom (attention from the right answer). Number: Soft-TIFA", fontsize=9
     )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    plt.close(figure)
-    common.write_bytes(path, buffer.getvalue())
+    common.write_figure(path, figure)
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ not a sum, over atoms; the ratio is clipped per location; the last step is never
 """
 
 import argparse
-import io
 import json
 import math
 import re
@@ -209,13 +208,11 @@ def write_metrics(path: Path, line: dict) -> list[dict]:
 
 
 def plot_training(path: Path, metrics: list[dict], args: argparse.Namespace) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rounds = [m["round"] for m in metrics]
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.4), layout="constrained")
+    figure = Figure(figsize=(13, 3.4), layout="constrained")
+    axes = figure.subplots(1, 3)
     for kind in metrics[0]["atoms"]:
         axes[0].plot(rounds, [m["atoms"].get(kind, math.nan) for m in metrics], lw=1, label=kind)
     axes[0].plot(rounds, [m["reward"] for m in metrics], lw=2, color="black", label="all atoms' mean")
@@ -236,15 +233,17 @@ def plot_training(path: Path, metrics: list[dict], args: argparse.Namespace) -> 
         f"--objective {args.objective} --credit {args.credit}, {args.groups} x {args.samples} pictures a round",
         fontsize=9,
     )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    plt.close(figure)
-    common.write_bytes(path, buffer.getvalue())
+    common.write_figure(path, figure)
 
 
-def train(args: argparse.Namespace, stage: ModuleType) -> None:
-    atoms, window = common.read_atoms(args.run / "atoms.jsonl"), stage.load_window(args)
-    args.atoms, args.window = common.file_id(args.run / "atoms.jsonl"), list(window)  # a resume must have the same
+def train(args: argparse.Namespace, stage: ModuleType, atoms: list[dict]) -> None:
+    window = stage.load_window(args)
+    # What a resume must have as it was at this start, by what the files hold.
+    args.atoms, args.scorer, args.window = (
+        common.file_id(args.run / "atoms.jsonl"),
+        common.file_id(args.scorer),
+        list(window),
+    )
     if args.credit == "shuffled" and any(len(a["vqa_list"]) < 2 for a in atoms):
         raise UserError("--credit shuffled: atoms.jsonl has a prompt of one atom, whose map has no other atom to go to")
     state = args.run / "state" / "state.safetensors"
@@ -309,10 +308,11 @@ def train(args: argparse.Namespace, stage: ModuleType) -> None:
                 save_lora(pipe, args.run / "lora" / f"round_{r + 1:04d}")
                 plot_training(args.run / "training.png", metrics, args)
             save_state(state, r + 1, params, optimizer, args)
-            for old in (args.run / "shards" / f"round_{i:04d}" for i in (r - args.keep_rounds,) if i > 0):
+            old = args.run / "shards" / f"round_{r - args.keep_rounds:04d}"
+            if r > args.keep_rounds and old.is_dir():
                 for file in [*old.glob("*.safetensors")]:
                     file.unlink()
-                if old.is_dir() and not any(old.iterdir()):
+                if not any(old.iterdir()):
                     old.rmdir()
             kinds = " ".join(f"{k} {v:.3f}" for k, v in line["atoms"].items())
             bar.write(f"round {r:4d}  reward {line['reward']:.4f} ({kinds})  ratio-1 {line['ratio_minus_1']:.1e}  "
@@ -374,9 +374,9 @@ def parse(stage: ModuleType) -> argparse.Namespace:
 def main() -> None:
     stage = load_scorer_stage()
     args = parse(stage)
-    common.read_atoms(args.run / "atoms.jsonl")  # before the folder of the lock is made
+    atoms = common.read_atoms(args.run / "atoms.jsonl")
     with common.only_process(args.run):
-        train(args, stage)
+        train(args, stage, atoms)
 
 
 if __name__ == "__main__":

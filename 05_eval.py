@@ -65,7 +65,7 @@ def parse_args() -> argparse.Namespace:
     g.add_argument("--scorer", default=str(common.ROOT / "03_score_atoms.py"), metavar="FILE", help="stage 03")
     g.add_argument("--oracle", metavar="FILE", help="script: judge(picture [H, W, 3], vqa_list) -> a bool a question")
     args = common.parse_args(p)
-    for name in ("num_prompts", "images_per_prompt", "batch_size", "steps"):
+    for name in ("num_prompts", "images_per_prompt", "batch_size"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     return args

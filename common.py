@@ -45,6 +45,7 @@ from safetensors.torch import save
 
 if TYPE_CHECKING:  # imported where they are used: an error in a flag then shows at once
     from diffusers import Flux2Pipeline
+    from matplotlib.figure import Figure
 
 # ================================================================ the SDE sampler
 
@@ -583,8 +584,6 @@ def read_atoms(path: Path) -> list[dict]:
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of a stage as JSON, without what changes no result."""
     made = {k: portable(v) for k, v in vars(args).items() if k not in ("run", "preset", "device")}
-    if "scorer" in made:
-        made["scorer"] = file_id(args.scorer)  # an edited scorer is another scorer
     return json.loads(json.dumps(made, default=str))
 
 
@@ -655,6 +654,13 @@ def load_stage(path: str | Path, names: Sequence[str] = ()) -> ModuleType:
     if missing := [n for n in names if not hasattr(module, n)]:
         raise UserError(f"{path}: has no {', '.join(missing)}; 03_score_atoms.py shows what a stage 03 offers")
     return module
+
+
+def write_figure(path: Path, figure: Figure, dpi: int = 110) -> None:
+    """matplotlib figure -> PNG, atomic."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    write_bytes(path, buffer.getvalue())
 
 
 def save_png(path: Path, image: torch.Tensor) -> None:

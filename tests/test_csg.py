@@ -10,7 +10,6 @@ import pytest
 import world
 from conftest import ROOT
 
-import common
 from common import UserError, load_stage, read_jsonl
 
 TINY = ROOT / "tests/tiny"
@@ -304,19 +303,11 @@ def start(*args: object) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """The stage in this process, as each start of Python costs seconds: its output, or with code=2 its error line."""
+def run(run_stage):
+    """The stage in this process: its output, or with code=2 its error line."""
 
     def run(*args: object, code: int | None = None) -> str:
-        monkeypatch.setattr(sys, "argv", ["02_build_csg.py", *map(str, args)])
-        capsys.readouterr()
-        try:
-            common.run_main(csg.main)
-        except SystemExit as e:
-            assert e.code == code
-        else:
-            assert code is None
-        out, err = capsys.readouterr()
+        out, err = run_stage("02_build_csg.py", csg.main, *args, code=code)
         if code:
             assert err.startswith("error: ") and err.count("\n") == 1, err
         return err if code else out

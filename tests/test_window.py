@@ -54,19 +54,11 @@ def arguments(models: Path, run: Path) -> list[str]:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(run_stage):
     """The stage in this process: its output, or with code=2 its error line."""
 
     def run(*args: object, code: int | None = None) -> str:
-        monkeypatch.setattr(sys, "argv", ["01_find_window.py", *map(str, args)])
-        capsys.readouterr()
-        try:
-            common.run_main(window.main)
-        except SystemExit as e:
-            assert e.code == code
-        else:
-            assert code is None
-        out, err = capsys.readouterr()
+        out, err = run_stage("01_find_window.py", window.main, *args, code=code)
         if code:
             assert err.splitlines()[-1].startswith("error: ") and "Traceback" not in err, err
         return err.splitlines()[-1] if code else out
