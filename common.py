@@ -1,4 +1,4 @@
-"""What the five stages share: the SDE sampler, the credit map, the loss, the backbone, and safe files.
+"""What the five stages share: the SDE sampler, the credit map, the losses, the backbone, and safe files.
 
 Notation (one convention everywhere; DESIGN: "The mathematics")
 
@@ -12,8 +12,22 @@ Notation (one convention everywhere; DESIGN: "The mathematics")
     rewards       r_ik      reward of atom k in sample i of a prompt group                       [N, K]
     maps          M_ik      where atom k is in picture i, mean 1 over locations                  [N, K, h, w]
     credit                  signed weight of the policy gradient, broadcastable to               [N, T_w, L]
+    flow                    eps - x0 of a draw (t, eps) of the forward process, v's target       [N, L, C]
+    error         m         mean over channels of (v - flow)^2                                   [N, L]
+    v_base, v_old           velocity of the frozen base, of a lagging LoRA                       [N, L, C]
 
-    N samples of a group, K atoms, T steps, T_w steps in the SDE window, L = h*w latent tokens, C channels.
+    N samples of a group, K atoms, T steps, T_w steps in the SDE window, D draws, L = h*w latent tokens, C channels.
+
+Deviations from the papers (CAST publishes neither its weighting nor its knee rule; DESIGN 3 and 4 fix ours):
+1. Flow-GRPO's log-probability is a mean over all of a sample; ours is a mean over channels, one a location. Its mean over
+   locations is Flow-GRPO's, `--ratio sample` gives that ratio.
+2. Advantages: population std of the prompt group, never under a floor; no global std, no clamp. RAM divides by the std of
+   the whole batch, AWM clamps at 5 and scales to [-1, 1].
+3. The densities of "dance" and "cps" keep the constants and the variance that public code drops, so that they are the
+   densities of what was drawn; a clip range tuned for those recipes has another meaning here.
+4. RAM's, AWM's and SFT's draws of t are stratified in the D draws of a sample: the same p(t), less variance.
+5. SFT keeps the best of a group only where the group's std reaches the floor; for soft rewards a tie is too rare a sign of
+   a saturated group. With atom credits the best is picked atom by atom.
 """
 
 from __future__ import annotations
@@ -68,7 +82,7 @@ def sde_step(
     sigmas[1]: it stands in for sigma = 1 in the denominator 1 - sigma. `x_next` given: its density (replay).
     `generator`: one, or one a sample. kind: "flow" (s = a*sqrt(sigma/(1-sigma))), "dance" (DanceGRPO, s = a),
     "cps" (coefficient-preserving, std = sigma_next*sin(a*pi/2)), "ode".
-    noise_level 0 or kind "ode" is the Euler step, log_prob 0.
+    noise_level 0, kind "ode", and the last step of "cps" are the Euler step, log_prob 0.
 
     Returns x_next [N, L, C], log_prob [N, L] (constants kept, mean over channels), mean [N, L, C], std (scalar tensor).
     """
@@ -78,7 +92,7 @@ def sde_step(
         torch.as_tensor(s, dtype=dtype, device=x.device) for s in (sigma, sigma_next, sigma_max)
     )
     dt = sigma_next - sigma
-    if kind == "ode" or noise_level == 0:
+    if kind == "ode" or noise_level == 0 or (kind == "cps" and sigma_next == 0):  # CPS ends without noise
         mean = x + v * dt
         return mean, mean.new_zeros(mean.shape[:-1]), mean, mean.new_zeros(())
 
@@ -173,7 +187,7 @@ def knee(curve: Sequence[float]) -> int:
     return int((y - np.linspace(y[0], y[-1], len(y))).argmax())
 
 
-# ================================================================ advantages, credit, loss
+# ================================================================ advantages, credit, losses
 
 
 def atom_advantages(rewards: torch.Tensor, *, std_floor: float) -> torch.Tensor:
@@ -188,21 +202,31 @@ def atom_advantages(rewards: torch.Tensor, *, std_floor: float) -> torch.Tensor:
     return centred / std.clamp(min=std_floor)
 
 
+def best_of_group(rewards: torch.Tensor, *, std_floor: float) -> torch.Tensor:
+    """SFT's advantage [N, K]: 1 for the highest reward of the group (ties too), else 0; all 0 where the group's std is
+    under std_floor, since a group of equal rewards has no best. A NaN reward is never the best."""
+    valid = rewards.nan_to_num(-torch.inf)
+    live = atom_advantages(rewards, std_floor=std_floor).square().sum(0) > (1 - 1e-4) * (~rewards.isnan()).sum(0)
+    return ((valid == valid.amax(0)) & live).to(rewards.dtype)
+
+
 def credit_map(
-    kind: str, rewards: torch.Tensor, maps: torch.Tensor, *, std_floor: float, generator: torch.Generator | None = None
-) -> torch.Tensor:
+    kind: str, rewards: torch.Tensor, maps: torch.Tensor, *, std_floor: float, generator: torch.Generator | None = None,
+    advantages: Callable[..., torch.Tensor] = atom_advantages,
+) -> torch.Tensor:  # fmt: skip
     """The credit of one prompt group, rewards [N, K] and maps [N, K, h, w] (mean 1) -> [N, 1, L] or [N, 1, 1].
 
-    DESIGN 3's table, the rows of the paper's Table 2: "sum" (Flow-GRPO), "atom", "spatial", "shuffled", "cast".
+    DESIGN 3's table, the rows of the paper's Table 2: "sum" (Flow-GRPO), "atom", "spatial", "shuffled", "cast"; and "step"
+    (Step-GRPO of DRM), whose rewards [N, T_w] are one a window step -> [N, T_w, 1]. advantages: best_of_group for SFT.
     """
-    n, k = rewards.shape
-    group = atom_advantages(rewards.nanmean(1, keepdim=True), std_floor=std_floor)  # [N, 1], A_i of the mean reward
-    atoms = atom_advantages(rewards, std_floor=std_floor)  # [N, K]
+    k = rewards.shape[1]
+    group = advantages(rewards.nanmean(1, keepdim=True), std_floor=std_floor)  # [N, 1], A_i of the mean reward
+    each = advantages(rewards, std_floor=std_floor)  # [N, K]
     m = maps.flatten(2)  # [N, K, L]
     if kind == "sum":
         credit = group
     elif kind == "atom":
-        credit = atoms.mean(1, keepdim=True)
+        credit = each.mean(1, keepdim=True)
     elif kind == "spatial":
         credit = group * m.mean(1)
     elif kind == "shuffled":
@@ -211,11 +235,13 @@ def credit_map(
         order = torch.randperm(k, generator=generator)
         derangement = torch.empty_like(order)
         derangement[order] = order.roll(1)  # a random cycle: no atom keeps its own map
-        credit = (atoms[..., None] * m[:, derangement]).mean(1)
+        credit = (each[..., None] * m[:, derangement]).mean(1)
     elif kind == "cast":
-        credit = (atoms[..., None] * m).mean(1)
+        credit = (each[..., None] * m).mean(1)
+    elif kind == "step":
+        return each[..., None]
     else:
-        raise ValueError(f"credit must be sum, atom, spatial, shuffled or cast, not {kind!r}")
+        raise ValueError(f"credit must be sum, atom, spatial, shuffled, cast or step, not {kind!r}")
     return credit[:, None]
 
 
@@ -236,6 +262,77 @@ def grpo_loss(
             "approx_kl": (ratio - 1 - (log_prob - old_log_prob)).mean(),  # k3 of joschu.net/blog/kl-approx.html
         }
     return loss, info
+
+
+def gaussian_kl(mean: torch.Tensor, mean_base: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """KL [N, L] of an SDE step from the base's, mean over channels; both have this std. Flow-GRPO's own code divides by
+    s^2 and not by std^2 = s^2*|dt|: its value is this one times |dt|."""
+    return ((mean - mean_base) ** 2).mean(-1) / (2 * std**2)
+
+
+def forward_draws(
+    x0: torch.Tensor, draws: int, times: str, sigmas: torch.Tensor, generators: Sequence[torch.Generator]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """D draws of the forward process for x0 [N, L, C], a generator a sample -> t [N, D], eps [N, D, L, C].
+
+    times: "grid" (uniform over the rollout's sigmas between its first and 0; AWM), "sqrt" (p(t) = 2t; RAM) or
+    "logit-normal" (a standard normal's sigmoid, read off the schedule as a fraction of its steps; SD3, Flow-GRPO's SFT).
+    """
+    u = torch.stack([torch.rand(draws, generator=g) for g in generators])  # [N, D]
+    u = (torch.arange(draws) + u) / draws  # a stratum a draw
+    eps = torch.stack([torch.randn(draws, *x0.shape[1:], generator=g) for g in generators])
+    sigmas, steps = sigmas.cpu(), len(sigmas) - 1
+    if times == "grid":
+        t = sigmas[1 + (u * (steps - 1)).long().clamp(max=steps - 2)]
+    elif times == "sqrt":
+        t = u.sqrt()
+    elif times == "logit-normal":
+        position = (1 - torch.special.ndtri(u).sigmoid()) * steps
+        i = position.long().clamp(max=steps - 1)
+        t = torch.lerp(sigmas[i], sigmas[i + 1], position - i)
+    else:
+        raise ValueError(f"times must be grid, sqrt or logit-normal, not {times!r}")
+    return t.to(x0), eps.to(x0)
+
+
+def awm_log_prob(error: torch.Tensor, t: torch.Tensor, weighting: str) -> torch.Tensor:
+    """AWM's surrogate log-probability of a draw from its velocity error, in AWM's five weightings; t broadcastable."""
+    if weighting == "uniform":
+        return -error
+    if weighting == "t":
+        return -t * error
+    if weighting == "t2":
+        return -(t**2) * error
+    if weighting == "huber":
+        return -((error + 1e-10).sqrt() - 1e-5) * t
+    if weighting == "ghuber":
+        return -((error + 1e-10) ** 0.25 - 1e-10**0.25) * t / 0.25
+    raise ValueError(f"weighting must be uniform, t, t2, huber or ghuber, not {weighting!r}")
+
+
+def awm_loss(
+    error: torch.Tensor, old_error: torch.Tensor, t: torch.Tensor, credit: torch.Tensor, *, weighting: str, clip_range: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """Advantage Weighted Matching: PPO's objective on the surrogate log-probability of a draw (t, eps), the same draw for
+    old and new. error, old_error [N, D, L]; t [N, D, 1]; credit broadcastable. On-policy its gradient is that of
+    -credit * log_prob. A negative credit maximises an error without bound: the velocity KL (04) holds it."""
+    new, old = (awm_log_prob(e, t, weighting) for e in (error, old_error))
+    return grpo_loss(new, old, credit, clip_range=clip_range)
+
+
+def ram_loss(
+    velocity: torch.Tensor, v_base: torch.Tensor, v_old: torch.Tensor, flow: torch.Tensor, credit: torch.Tensor, *, eta: float
+) -> torch.Tensor:  # fmt: skip
+    """Reinforce Adjoint Matching (arXiv 2605.10759, eq. 17 with R = eta*credit and v_old for v inside the target): the base's
+    velocity, corrected by the reward, is the target. velocity, v_base, v_old, flow [N, D, L, C]; credit [N, D, L]."""
+    target = v_base + eta * credit[..., None] * (flow - v_old)
+    return (velocity - target.detach()).square().mean()
+
+
+def sft_loss(error: torch.Tensor, credit: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Self-distillation on the best of each group, a mean over the kept. error [N, D, L]; credit: credit_map with
+    best_of_group; kept: the mean of that credit over all samples of the update, of which these N may be a part."""
+    return (credit * error).mean() / kept
 
 
 # ================================================================ the backbone
@@ -315,7 +412,7 @@ def velocity_fn(
     dtype = pipe.transformer.dtype
 
     def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        timestep = (sigma * 1000).to(x.device, x.dtype).expand(len(x)) / 1000  # the pipeline's own rounding
+        timestep = (sigma * 1000).to(x.device, x.dtype).expand(len(x)) / 1000  # the pipeline's own rounding; sigma: one or [N]
         # x and the timestep stay float32 in bf16 too: FLUX.2 rounds the timestep to the dtype of x, its largest error.
         with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
             return pipe.transformer(
@@ -402,7 +499,8 @@ RANGES = dict(
     noise_level=(1e-3, 10), groups=(1, 10**5), samples=(2, 10**4), batch_groups=(1, 10**4), vlm_batch=(1, 10**4),
     round=(0, 10**6 - 1), rounds=(1, 10**6 - 1), map_floor=(0, 1), std_floor=(1e-8, 1e3), clip_range=(1e-8, 1e3),
     updates=(1, 10**4), lr=(1e-12, 1), warmup=(0, 10**6), weight_decay=(0, 10), max_grad_norm=(1e-12, 1e12),
-    max_ratio_gap=(0, 1), rank=(1, 4096), alpha=(1e-6, 1e6), save_every=(1, 10**6), keep_rounds=(0, 10**6),
+    beta=(0, 1e6), beta_old=(0, 1e6), eta=(1e-6, 1e6), draws=(1, 1000), lag=(0, 1), ema=(0, 0.999999), micro_batch=(1, 10**6),
+    train_guidance=(0, 1000), max_ratio_gap=(0, 1), rank=(1, 4096), alpha=(1e-6, 1e6), save_every=(1, 10**6), keep_rounds=(0, 10**6),
 )  # fmt: skip
 
 
@@ -438,8 +536,9 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     for name, (low, high) in RANGES.items():
         value = getattr(args, name, None)
-        if value is not None and not low <= value <= high:  # NaN is outside of every range
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be from {low:g} to {high:g}")
+        for v in value if isinstance(value, list) else [] if value is None else [value]:
+            if not low <= v <= high:  # NaN is outside of every range
+                raise UserError(f"--{name.replace('_', '-')} {v}: must be from {low:g} to {high:g}")
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as e:
