@@ -195,12 +195,18 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance", type=float, help="guidance scale, embedded in FLUX.2")
     group.add_argument("--max-sequence-length", type=int, metavar="TOKENS", help="padded length of a prompt")
     group.add_argument("--text-encoder-layers", type=int, nargs="+", metavar="LAYER", help="layers that embed a prompt")
-    group.add_argument("--window", type=int, nargs=2, metavar=("FIRST", "END"), help="SDE steps; unset: window.json")
+    group.add_argument(
+        "--window",
+        type=int,
+        nargs=2,
+        metavar=("FIRST", "END"),
+        help="SDE steps; unset: window.json; 0 0: none, a rollout by the ODE",
+    )
     group.add_argument("--noise-level", type=float, metavar="A", help="SDE noise a; more explores wider")
     group.add_argument("--sde", choices=["flow", "dance", "cps"], default="flow", help="kind of SDE step")
     group.add_argument("--groups", type=int, default=16, metavar="P", help="prompt groups a round")
     group.add_argument("--samples", type=int, default=16, metavar="N", help="pictures a prompt group")
-    same = "a group starts from one noise: its pictures differ by what the window does"
+    same = "a group starts from one noise: its pictures differ by what the window does; no effect where the window is empty"
     group.add_argument("--same-noise", action=argparse.BooleanOptionalAction, default=True, help=same)
     group.add_argument("--batch-groups", type=int, default=8, metavar="B", help="prompt groups a forward pass")
     group = parser.add_argument_group("reward and maps")
@@ -226,7 +232,7 @@ def load_window(args: argparse.Namespace) -> tuple[int, int]:
     else:
         window, source = args.window, "--window"
     whole = isinstance(window, list) and len(window) == 2 and all(type(i) is int for i in window)
-    if not whole or not 0 <= window[0] < window[1] < args.steps:
+    if not whole or not (0 <= window[0] < window[1] < args.steps or source == "--window" and window == [0, 0]):
         raise UserError(
             f"{source}: window {window} must lie in [0, {args.steps - 1}]; the last step is never an SDE step"
         )
@@ -249,7 +255,8 @@ def rollout(
 ) -> common.Trajectory:
     """N samples of each of B prompts, embeds [B, S, D], seeds [B*N] -> trajectory over B*N samples."""
     grid = common.latent_grid(pipe, args.height, args.width)
-    starts = [seeds[j - j % args.samples] if args.same_noise else s for j, s in enumerate(seeds)]
+    same = args.same_noise and window[0] < window[1]  # without noise on the way it would be one picture N times
+    starts = [seeds[j - j % args.samples] if same else s for j, s in enumerate(seeds)]
     return common.sample(
         common.velocity_fn(pipe, embeds.repeat_interleave(args.samples, 0), grid, args.guidance),
         common.start_noise(pipe, grid, starts), common.schedule(pipe, args.steps, grid[0] * grid[1]), window=window,
@@ -296,7 +303,7 @@ def read_shard(path: Path, wanted: dict[str, str], window: tuple[int, int], grid
                 f"{path}: is a shard of another run: its {k} is {found.get(k)}, not {v}; use another --run or remove it"
             )
     n, k, t, tokens = int(wanted["samples"]), len(json.loads(wanted["atoms"])), window[1] - window[0], grid[0] * grid[1]
-    shapes = {"latents": (n, t + 1, tokens), "log_probs": (n, t, tokens), "x0": (n, tokens), "rewards": (n, k),
+    shapes = {"latents": (n, t + 1 if t else 0, tokens), "log_probs": (n, t, tokens), "x0": (n, tokens), "rewards": (n, k),
               "maps": (n, k, *grid), "seeds": (n,)}  # fmt: skip
     for name, shape in shapes.items():
         if name not in tensors or tuple(tensors[name].shape[: len(shape)]) != shape:
@@ -356,6 +363,7 @@ def collect(
                     "latents": t.latents[part], "log_probs": t.log_probs[part], "x0": t.x0[part], "rewards": rewards,
                     "maps": maps, "seeds": torch.tensor(seeds[part]),
                 }  # fmt: skip
+                shards[i] = {k: v.cpu() for k, v in shards[i].items()}  # as a shard that is read
                 if not paths[i].exists():
                     common.write_tensors(paths[i], shards[i], metadata[i])
                 seconds["scoring"] += time.perf_counter() - start

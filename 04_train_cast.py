@@ -1,4 +1,4 @@
-"""Stage 04: online RL of the LoRA. A round = rollouts and scores (stage 03), then policy-gradient updates on its shards.
+"""Stage 04: online RL of the LoRA. A round = rollouts and scores (stage 03), then updates of the policy on its shards.
 
     python 04_train_cast.py --preset tiny --run runs/demo
     python 04_train_cast.py --preset flux2-dev --run runs/flux2 --credit cast --objective grpo
@@ -8,10 +8,21 @@ Writes  lora/round_RRRR/pytorch_lora_weights.safetensors, which pipe.load_lora_w
         metrics.jsonl, a line a round; training.png; state/, from which the same command continues in the same bits.
 
 Credit (paper, Table 2): `--credit cast` is mean over atoms of A_ik * M_ik: each atom's signed advantage on the pixels that
-the atom is about. `--credit sum` is Flow-GRPO: one advantage a picture.
+the atom is about. `--credit sum` is Flow-GRPO: one advantage a picture. Every objective takes every credit:
+
+    grpo  PPO's clipped ratio a location, on the SDE steps of the window (Flow-GRPO, CAST)
+    awm   Advantage Weighted Matching: the flow-matching error, weighted by the credit; rollouts by the ODE
+    ram   Reinforce Adjoint Matching: the base's velocity, corrected by the reward, is the target; rollouts of a lagging LoRA
+    sft   self-distillation on the best of each group
 
 Not published, ours: M = (1-f)*attention + f*uniform with the floor f of `--map-floor`; the credit of a location is a mean,
 not a sum, over atoms; the ratio is clipped per location; the last step is never trained.
+
+Deviations from the papers (common.py has those of the formulas):
+1. A credit other than `sum` on AWM, RAM or SFT is ours: the weight of a location multiplies its squared error.
+2. Guidance is the rollout's in the update too (`--train-guidance`). AWM has none in either, RAM and SFT only in the rollout.
+3. AWM and RAM roll out with other solvers (SA-Solver; 20 Euler steps); ours is the ODE, or the SDE with `--window`.
+4. The lagging LoRA moves once a round. Its rate, and the warm-up of `--ema`, count rounds and optimizer steps from 0.
 """
 
 import argparse
@@ -19,10 +30,13 @@ import json
 import math
 import re
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 from diffusers.training_utils import _collate_lora_metadata
 from peft import LoraConfig, get_peft_model_state_dict
@@ -32,7 +46,15 @@ import common
 from common import UserError
 
 SCORER = str(common.ROOT / "03_score_atoms.py")
-CREDITS = ("sum", "atom", "spatial", "shuffled", "cast")
+CREDITS = ("sum", "atom", "spatial", "shuffled", "cast", "step")
+# The flags that only some objectives have, with each one's default: the papers' where they give one (formulas 1, 3, 4, 6).
+OBJECTIVES = {
+    "grpo": dict(clip_range=0.2, ratio="location", beta=0.0, kl="gaussian", max_grad_norm=1.0),
+    "awm": dict(clip_range=1.0, beta=1e-3, beta_old=1.0, lag=[0.001, 0.3], draws=6, times="grid", weighting="uniform",
+                max_grad_norm=1.0),
+    "ram": dict(eta=100.0, lag=[0.01, 0.9], draws=8, times="sqrt", max_grad_norm=0.0),
+    "sft": dict(beta=0.0, draws=39, times="logit-normal", max_grad_norm=1.0),
+}  # fmt: skip
 # FLUX.2: attention and feed-forward of the dual-stream blocks, the fused layers of the single-stream blocks.
 LORA_TARGETS = (
     r".*transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -69,78 +91,218 @@ def save_lora(pipe, folder: Path) -> None:
     partial.rmdir()
 
 
+# ---------------------------------------------------------------- policies: one network, several LoRAs
+
+Params = dict[str, torch.nn.Parameter]
+Weights = dict[str, torch.Tensor]
+
+
+@contextmanager
+def policy(params: Params, weights: Weights) -> Iterator[None]:
+    """The network has these LoRA weights inside; afterwards its own again, bit for bit. Copies, so that nothing aliases."""
+    own = {k: p.detach().clone() for k, p in params.items()}
+    try:
+        with torch.no_grad():
+            for k, p in params.items():
+                p.copy_(weights[k])
+        yield
+    finally:
+        with torch.no_grad():
+            for k, p in params.items():
+                p.copy_(own[k])
+
+
+def first_policies(params: Params, args: argparse.Namespace) -> dict[str, Weights]:
+    """ "base", the LoRA that changes nothing; "old", which lags behind (AWM, RAM); "ema", the average that is saved."""
+    policies = {"base": {k: torch.zeros_like(p) for k, p in params.items()}}
+    for name in ["old"] * hasattr(args, "lag") + ["ema"] * (args.ema > 0):
+        policies[name] = {k: p.detach().clone() for k, p in params.items()}
+    return policies
+
+
+@torch.no_grad()
+def follow(weights: Weights, params: Params, decay: float) -> None:
+    """weights <- decay*weights + (1-decay)*params."""
+    for k, p in params.items():
+        weights[k].lerp_(p, 1 - decay)
+
+
 # ---------------------------------------------------------------- one round
 
+# (name of a policy, points (x, sigma)) -> its velocity at each, without gradient
+Reference = Callable[[str, Sequence[tuple[torch.Tensor, torch.Tensor]]], list[torch.Tensor]]
+Term = tuple[torch.Tensor, dict[str, torch.Tensor]]  # a loss, diagnostics
 
-def group_credit(shard: dict[str, torch.Tensor], round_: int, group: int, args: argparse.Namespace) -> torch.Tensor:
-    """The credit [N, 1, L] of one prompt group."""
+
+def group_credit(shard: Weights, round_: int, group: int, args: argparse.Namespace) -> torch.Tensor:
+    """The credit of one prompt group, broadcastable to [N, T_w, L]."""
+    rewards = shard["rewards"]
+    if args.credit == "step":
+        want = (args.samples, args.window[1] - args.window[0])
+        if tuple(shard.get("step_rewards", torch.empty(0)).shape) != want:
+            raise UserError(f"--credit step: group {group} of round {round_} has no step_rewards of shape {list(want)}; it takes a "
+                            "--scorer that rewards each SDE step")  # fmt: skip
+        rewards = shard["step_rewards"]
     maps = (1 - args.map_floor) * shard["maps"] + args.map_floor
     generator = torch.Generator().manual_seed(common.sample_seed(args.seed, round_, group, -2))
-    credit = common.credit_map(args.credit, shard["rewards"], maps, std_floor=args.std_floor, generator=generator)
-    return credit.expand(-1, -1, maps.shape[2] * maps.shape[3])
+    advantages = common.best_of_group if args.objective == "sft" else common.atom_advantages
+    return common.credit_map(
+        args.credit, rewards, maps, std_floor=args.std_floor, generator=generator, advantages=advantages
+    )
 
 
-def backward(
-    pipe, embeds: torch.Tensor, batch: dict[str, torch.Tensor], sigmas: torch.Tensor, window: tuple[int, int], share: float,
-    args: argparse.Namespace,
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Adds `share` of the batch's mean loss to the gradient, a backward a window step (paper's SDE policy objective).
-
-    batch: latents [B, T_w+1, L, C], log_probs [B, T_w, L], credit [B, 1, L]; embeds [B, S, D]. -> mean diagnostics.
-    """
-    velocity = common.velocity_fn(pipe, embeds, common.latent_grid(pipe, args.height, args.width), args.guidance)
-    infos = []
-    for t, step in enumerate(range(*window)):
-        # contiguous as in the rollout: another memory layout sums in another order, and the ratio is not exactly 1
-        x, x_next = batch["latents"][:, t].contiguous(), batch["latents"][:, t + 1].contiguous()
-        _, log_prob, _, _ = common.sde_step(
-            x, velocity(x, sigmas[step]), sigmas[step], sigmas[step + 1], noise_level=args.noise_level, sigma_max=sigmas[1],
-            kind=args.sde, x_next=x_next,
+def grpo_terms(
+    velocity: common.Velocity, reference: Reference, batch: Weights, sigmas: torch.Tensor, args: argparse.Namespace
+) -> Iterator[Term]:
+    """The paper's SDE policy objective, a loss for each step of the window. batch: latents [B, T_w+1, L, C], log_probs
+    [B, T_w, L], credit broadcastable to [B, T_w, L]."""
+    window = range(*args.window)
+    credits = batch["credit"].expand(-1, len(window), -1)
+    # contiguous as in the rollout: another memory layout sums in another order, and the ratio is not exactly 1
+    latents = [x.contiguous() for x in batch["latents"].unbind(1)]
+    if args.beta:
+        v_base = reference("base", list(zip(latents, sigmas[args.window[0] : args.window[1]], strict=False)))
+    for t, step in enumerate(window):
+        x, x_next = latents[t], latents[t + 1]
+        density = partial(
+            common.sde_step, x, sigma=sigmas[step], sigma_next=sigmas[step + 1], noise_level=args.noise_level,
+            sigma_max=sigmas[1], kind=args.sde, x_next=x_next,
         )  # fmt: skip
-        loss, info = common.grpo_loss(
-            log_prob[:, None], batch["log_probs"][:, t : t + 1], batch["credit"], clip_range=args.clip_range
-        )
-        (loss * share / (window[1] - window[0])).backward()
-        infos.append(info | {"loss": loss.detach()})
-    mean = {k: torch.stack([i[k] for i in infos]).mean() for k in infos[0]}
-    return mean | {"ratio_minus_1": torch.stack([i["ratio_minus_1"] for i in infos]).max()}
+        if args.beta:
+            mean_base = density(velocity=v_base[t])[2]
+        _, log_prob, mean, std = density(velocity=velocity(x, sigmas[step]))
+        old, credit = batch["log_probs"][:, t], credits[:, t]
+        if args.ratio == "sample":  # Flow-GRPO's: the mean over all of a picture
+            log_prob, old = log_prob.mean(-1, keepdim=True), old.mean(-1, keepdim=True)
+        loss, info = common.grpo_loss(log_prob[:, None], old[:, None], credit[:, None], clip_range=args.clip_range)
+        if args.beta:
+            kl = common.gaussian_kl(mean, mean_base, std).mean()
+            loss = loss + args.beta * kl * (sigmas[step] - sigmas[step + 1] if args.kl == "flow-grpo" else 1)
+            info["kl_base"] = kl.detach()
+        yield loss, info
+
+
+def matching_terms(
+    velocity: common.Velocity, reference: Reference, batch: Weights, sigmas: torch.Tensor, args: argparse.Namespace
+) -> Iterator[Term]:
+    """AWM, RAM and SFT, a loss for each draw (t, eps) of the forward process from the pictures' x0. batch: x0 [B, L, C],
+    seeds [B], credit broadcastable to [B, 1, L]; of SFT kept [B], the mean credit of the whole update."""
+    generators = [torch.Generator().manual_seed(int(s) + 2) for s in batch["seeds"]]
+    times, noise = common.forward_draws(batch["x0"], args.draws, args.times, sigmas, generators)
+    weights = {"base": getattr(args, "beta", 0), "old": getattr(args, "beta_old", 0)}
+    needed = ["base", "old"] if args.objective == "ram" else [name for name, w in weights.items() if w]
+    needed += ["rollout"] if args.objective == "awm" and args.updates > 1 else []
+    points = [
+        (torch.lerp(batch["x0"], eps, t[:, None, None]), t)
+        for t, eps in zip(times.unbind(1), noise.unbind(1), strict=True)
+    ]
+    v_at = {name: reference(name, points) for name in needed}
+    for d, (x, t) in enumerate(points):
+        flow, v_of = noise[:, d] - batch["x0"], {name: v[d] for name, v in v_at.items()}
+        v = velocity(x, t).float()
+        error, info = (v - flow).square().mean(-1), {}  # [B, L]
+        if args.objective == "ram":
+            loss = common.ram_loss(
+                *(a[:, None] for a in (v, v_of["base"], v_of["old"], flow)), batch["credit"], eta=args.eta
+            )
+        elif args.objective == "awm":
+            old = (v_of["rollout"] - flow).square().mean(-1) if "rollout" in v_of else error.detach()
+            loss, info = common.awm_loss(
+                error[:, None],
+                old[:, None],
+                t[:, None, None],
+                batch["credit"],
+                weighting=args.weighting,
+                clip_range=args.clip_range,
+            )
+        else:
+            loss = common.sft_loss(error[:, None], batch["credit"], batch["kept"][0])
+        for name in v_of.keys() & {"base", "old"}:
+            kl = (v - v_of[name]).square().mean()
+            loss, info[f"kl_{name}"] = loss + weights[name] * kl, kl.detach()
+        yield loss, info | {"error": error.detach().mean()}
 
 
 def update(
-    pipe, params: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, shards: list[dict[str, torch.Tensor]],
-    embeds: torch.Tensor, sigmas: torch.Tensor, window: tuple[int, int], args: argparse.Namespace,
-) -> dict[str, float]:  # fmt: skip
+    pipe, params: Params, policies: dict[str, Weights], optimizer: torch.optim.Optimizer, shards: list[Weights],
+    embeds: torch.Tensor, sigmas: torch.Tensor, round_: int, args: argparse.Namespace,
+) -> dict[str, float | list[float]]:  # fmt: skip
     """`--updates` optimizer steps over the round's groups, shards with their credit, embeds [P, S, D]. -> metrics.
 
-    A forward holds the groups that the rollout's forward held, so that before the first step the ratio is exactly 1.
+    A micro-batch is by default what one forward of the rollout held, so that before the first step the ratio is exactly 1.
     """
     n, per_pass = args.samples, args.batch_groups
-    passes = [range(i, min(i + per_pass, len(shards))) for i in range(0, len(shards), per_pass)]
-    infos, norms, first_gap = [], [], 0.0
+    passes = math.ceil(len(shards) / per_pass)
+    grid = common.latent_grid(pipe, args.height, args.width)
+    terms, keys = (
+        (grpo_terms, ["latents", "log_probs"]) if args.objective == "grpo" else (matching_terms, ["x0", "seeds"])
+    )
+    steps = args.window[1] - args.window[0] if args.objective == "grpo" else args.draws
+    policies = policies | {"rollout": {k: p.detach().clone() for k, p in params.items()}}
+    totals: dict[str, float] = {}
+    gaps: list[list[torch.Tensor]] = [
+        [] for _ in range(steps)
+    ]  # |ratio-1| of each step before the first optimizer step
+    norms = []
     for u in range(args.updates):
-        mine = passes[u * len(passes) // args.updates : (u + 1) * len(passes) // args.updates]
-        total = sum(len(p) for p in mine)
-        for p in mine:
-            batch = {
-                k: torch.cat([shards[g][k] for g in p]).to(embeds.device) for k in ("latents", "log_probs", "credit")
-            }
-            info = backward(
-                pipe, embeds[p.start : p.stop].repeat_interleave(n, 0), batch, sigmas, window, len(p) / total, args
-            )
-            infos.append(info)
-            if u == 0:
-                first_gap = max(first_gap, info["ratio_minus_1"].item())
-        if first_gap > args.max_ratio_gap:
-            raise UserError(f"before the update the ratio is off 1 by {first_gap:.1e}, more than --max-ratio-gap {args.max_ratio_gap}: "
-                            "rollout and update do not see the same numbers (dtype, batch shape or shards of another policy)")  # fmt: skip
-        norm = torch.nn.utils.clip_grad_norm_(params.values(), args.max_grad_norm)
+        mine = range(
+            u * passes // args.updates * per_pass, min((u + 1) * passes // args.updates * per_pass, len(shards))
+        )
+        batch = {k: torch.cat([shards[g][k] for g in mine]) for k in [*keys, "credit"]}
+        owner = torch.arange(mine.start, mine.stop).repeat_interleave(n)  # the group of each sample
+        if args.objective == "sft":  # on pictures with credit alone; where no group has a best one, no step
+            with_credit = batch["credit"].flatten(1).any(1)
+            owner, batch = owner[with_credit], {k: v[with_credit] for k, v in batch.items()}
+            batch["kept"] = batch["credit"].mean().expand(len(owner))
+            if not len(owner):
+                continue
+        for first in range(0, len(owner), args.micro_batch):
+            part = slice(first, first + args.micro_batch)
+            some = {k: v[part].to(embeds.device) for k, v in batch.items()}
+            share = len(owner[part]) / len(owner) / steps
+            velocity = common.velocity_fn(pipe, embeds[owner[part]], grid, args.train_guidance)
+
+            @torch.no_grad()
+            def reference(name: str, points: Sequence, velocity=velocity) -> list[torch.Tensor]:
+                with policy(params, policies[name]):
+                    return [velocity(x, sigma).float() for x, sigma in points]
+
+            for step, (loss, info) in enumerate(terms(velocity, reference, some, sigmas, args)):
+                (loss * share).backward()
+                gap = info.pop("ratio_gap", None)
+                if u == 0 and gap is not None:
+                    gaps[step].append(gap.flatten().cpu())
+                for k, v in (info | {"loss": loss.detach()}).items():
+                    totals[k] = totals.get(k, 0.0) + v.item() * share / args.updates
+        if u == 0 and args.objective == "grpo":
+            totals |= check_ratio(gaps, args)
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), args.max_grad_norm or math.inf)
         if not norm.isfinite():
             raise UserError(f"the gradient is {norm.item()}; nothing was updated, the state of the last round is kept")
         optimizer.step()
         optimizer.zero_grad()
         norms.append(norm.item())
-    mean = {k: torch.stack([i[k] for i in infos]).mean().item() for k in ("loss", "clip_fraction", "approx_kl")}
-    return mean | {"ratio_minus_1": first_gap, "grad_norm": sum(norms) / len(norms)}
+        if "ema" in policies:
+            count = round_ * args.updates + u
+            follow(policies["ema"], params, min((1 + count) / (10 + count), args.ema))
+    return totals | {"grad_norm": sum(norms) / max(len(norms), 1), "steps": len(norms)}
+
+
+def check_ratio(gaps: list[list[torch.Tensor]], args: argparse.Namespace) -> dict[str, float | list[float]]:
+    """|ratio-1| before a step was taken is the error of the replay: its largest, and its 99th percentile by window step.
+    Raises UserError where the clip range would act on it, or in float32 where it is more than rounding."""
+    flat = [torch.cat(g).numpy() for g in gaps]
+    p99, largest = [float(np.quantile(g, 0.99)) for g in flat], float(max(g.max() for g in flat))
+    why = "rollout and update do not see the same numbers (dtype, batch shape, shards of another policy?)"
+    if not max(p99) <= args.clip_range:
+        raise UserError(
+            f"before the update the 99th percentile of |ratio-1| is {max(p99):.1e}, more than --clip-range {args.clip_range}: {why}"
+        )
+    if args.dtype == "float32" and not largest <= args.max_ratio_gap:
+        raise UserError(
+            f"before the update the ratio is off 1 by {largest:.1e}, more than --max-ratio-gap {args.max_ratio_gap}: {why}"
+        )
+    return {"ratio_minus_1": largest, "gap_p99": p99}
 
 
 def reward_metrics(rows: list[dict], shards: list[dict[str, torch.Tensor]]) -> dict:
@@ -161,26 +323,41 @@ def reward_metrics(rows: list[dict], shards: list[dict[str, torch.Tensor]]) -> d
 
 # ---------------------------------------------------------------- state, figure, main
 
+SHOWN = [("ratio_minus_1", "ratio-1", ".1e"), ("clip_fraction", "clipped", ".3f"), ("error", "error", ".3f"), ("kl_base", "KL", ".1e"),
+         ("grad_norm", "grad", ".2e")]  # fmt: skip
+
 
 def save_state(
-    path: Path, round_: int, params: dict, optimizer: torch.optim.Optimizer, args: argparse.Namespace
-) -> None:
-    """LoRA, AdamW's moments and the number of finished rounds in one atomic file. No random state: seeds are functions."""
+    path: Path, round_: int, params: Params, policies: dict[str, Weights], optimizer: torch.optim.Optimizer,
+    args: argparse.Namespace,
+) -> None:  # fmt: skip
+    """LoRA, its lagging and its averaged copy, AdamW's moments and the number of finished rounds in one atomic file. No
+    random state: seeds are functions."""
     tensors = {f"param.{k}": p for k, p in params.items()}
     for k, p in params.items():
         tensors |= {f"{name}.{k}": v for name, v in optimizer.state[p].items()}
+    tensors |= {f"{name}.{k}": w for name in policies.keys() - {"base"} for k, w in policies[name].items()}
     common.write_tensors(path, tensors, {"made": json.dumps({"round": round_, "settings": common.settings(args)})})
 
 
-def load_state(path: Path, params: dict, optimizer: torch.optim.Optimizer) -> None:
+def load_state(path: Path, params: Params, policies: dict[str, Weights], optimizer: torch.optim.Optimizer) -> None:
     tensors, _ = common.read_tensors(path)
-    moments = ("step", "exp_avg", "exp_avg_sq")
-    shapes = {f"{m}.{k}": () if m == "step" else tuple(p.shape) for k, p in params.items() for m in ("param", *moments)}
+    copies = policies.keys() - {"base"}
+    # A parameter that never got a gradient (a run that skipped all updates) has no moments.
+    moments = [m for m in ("step", "exp_avg", "exp_avg_sq") if any(k.startswith(f"{m}.") for k in tensors)]
+    shapes = {
+        f"{m}.{k}": () if m == "step" else tuple(p.shape)
+        for k, p in params.items()
+        for m in ("param", *copies, *moments)
+    }
     if {k: tuple(v.shape) for k, v in tensors.items()} != shapes:
         raise UserError(f"{path}: is not the state of this LoRA; use another --run")
     for k, p in params.items():
         p.data.copy_(tensors[f"param.{k}"])
-        optimizer.state[p] = {m: tensors[f"{m}.{k}"].to("cpu" if m == "step" else p.device) for m in moments}
+        for name in copies:
+            policies[name][k].copy_(tensors[f"{name}.{k}"])
+        if moments:
+            optimizer.state[p] = {m: tensors[f"{m}.{k}"].to("cpu" if m == "step" else p.device) for m in moments}
 
 
 def finished_rounds(path: Path, args: argparse.Namespace) -> int:
@@ -238,6 +415,8 @@ def plot_training(path: Path, metrics: list[dict], args: argparse.Namespace) -> 
 
 def train(args: argparse.Namespace, stage: ModuleType, atoms: list[dict]) -> None:
     window = stage.load_window(args)
+    if args.objective == "grpo" and window[0] == window[1]:
+        raise UserError("--window 0 0: has no SDE step, and --objective grpo trains on those")
     # What a resume must have as it was at this start, by what the files hold.
     args.atoms, args.scorer, args.window = (
         common.file_id(args.run / "atoms.jsonl"),
@@ -252,7 +431,7 @@ def train(args: argparse.Namespace, stage: ModuleType, atoms: list[dict]) -> Non
         print(f"{args.run}: all {args.rounds} rounds are done; --rounds continues")
         return
     passes = math.ceil(args.groups / args.batch_groups)
-    if not 1 <= args.updates <= passes:
+    if args.updates > passes:
         raise UserError(
             f"--updates {args.updates}: a round of {args.groups} groups by {args.batch_groups} allows 1 to {passes}"
         )
@@ -266,14 +445,22 @@ def train(args: argparse.Namespace, stage: ModuleType, atoms: list[dict]) -> Non
         text_encoder_layers=args.text_encoder_layers), strict=True))  # fmt: skip
     pipe.text_encoder = None  # the prompts are encoded
     params = add_lora(pipe.transformer, args)
+    policies = first_policies(params, args)
+    if args.checkpointing:
+        pipe.transformer.enable_gradient_checkpointing()
     optimizer = torch.optim.AdamW(params.values(), lr=args.lr, betas=(0.9, 0.999), weight_decay=args.weight_decay)
     if done:
-        load_state(state, params, optimizer)
+        load_state(state, params, policies, optimizer)
     grid = common.latent_grid(pipe, args.height, args.width)
     sigmas = common.schedule(pipe, args.steps, grid[0] * grid[1])
     common.write_settings(args.run / "state" / "settings.json", args)
-    print(f"{len(atoms)} prompts; {args.groups} groups x {args.samples} pictures a round, {args.updates} updates of SDE steps "
-          f"{window[0]}..{window[1] - 1} of {args.steps}; LoRA: {sum(p.numel() for p in params.values()):,} parameters in "
+    trained = (
+        f"SDE steps {window[0]}..{window[1] - 1} of {args.steps}"
+        if args.objective == "grpo"
+        else f"{args.draws} draws of (t, eps)"
+    )
+    print(f"{args.objective} on credit {args.credit}; {len(atoms)} prompts; {args.groups} groups x {args.samples} pictures a round, "
+          f"updates: {args.updates} of {trained}; LoRA: {sum(p.numel() for p in params.values()):,} parameters in "
           f"{len(params) // 2} modules; rounds {done}..{args.rounds - 1}")  # fmt: skip
 
     with tqdm(total=args.rounds, initial=done, desc="rounds", unit="round", dynamic_ncols=True) as bar:
@@ -281,11 +468,12 @@ def train(args: argparse.Namespace, stage: ModuleType, atoms: list[dict]) -> Non
             # rollouts and scores
             rows = stage.round_rows(atoms, r, args.groups, args.seed)
             mine = torch.stack([embeds[row["id"]] for row in rows])
-            policy = common.lora_digest(pipe.transformer)
             shards, seconds = [], {"rollout": 0.0, "scoring": 0.0}
-            for shard, took in stage.collect(pipe, score_fn, rows, mine, r, window, policy, args):
-                shards.append(shard)
-                seconds = {k: seconds[k] + took[k] for k in seconds}
+            with policy(params, policies["old"]) if args.objective == "ram" else nullcontext():
+                digest = common.lora_digest(pipe.transformer)
+                for shard, took in stage.collect(pipe, score_fn, rows, mine, r, window, digest, args):
+                    shards.append(shard)
+                    seconds = {k: seconds[k] + took[k] for k in seconds}
 
             # credit and updates
             start = time.perf_counter()
@@ -297,17 +485,20 @@ def train(args: argparse.Namespace, stage: ModuleType, atoms: list[dict]) -> Non
             line = (
                 {"round": r}
                 | reward_metrics(rows, shards)
-                | update(pipe, params, optimizer, shards, mine, sigmas, window, args)
+                | update(pipe, params, policies, optimizer, shards, mine, sigmas, r, args)
             )
+            if "old" in policies:
+                follow(policies["old"], params, min(args.lag[0] * r, args.lag[1]))
             seconds["update"] = time.perf_counter() - start
 
             # log and save; the state last, so that a kill before it repeats this round in the same bits
             metrics = write_metrics(args.run / "metrics.jsonl", line | {"seconds": seconds})
             last = r == args.rounds - 1
             if last or (r + 1) % args.save_every == 0:
-                save_lora(pipe, args.run / "lora" / f"round_{r + 1:04d}")
+                with policy(params, policies["ema"]) if args.ema else nullcontext():
+                    save_lora(pipe, args.run / "lora" / f"round_{r + 1:04d}")
                 plot_training(args.run / "training.png", metrics, args)
-            save_state(state, r + 1, params, optimizer, args)
+            save_state(state, r + 1, params, policies, optimizer, args)
             old = args.run / "shards" / f"round_{r - args.keep_rounds:04d}"
             if r > args.keep_rounds and old.is_dir():
                 for file in [*old.glob("*.safetensors")]:
@@ -315,9 +506,9 @@ def train(args: argparse.Namespace, stage: ModuleType, atoms: list[dict]) -> Non
                 if not any(old.iterdir()):
                     old.rmdir()
             kinds = " ".join(f"{k} {v:.3f}" for k, v in line["atoms"].items())
-            bar.write(f"round {r:4d}  reward {line['reward']:.4f} ({kinds})  ratio-1 {line['ratio_minus_1']:.1e}  "
-                      f"clipped {line['clip_fraction']:.3f}  grad {line['grad_norm']:.2e}  rollout {seconds['rollout']:.1f} s  "
-                      f"scoring {seconds['scoring']:.1f} s  update {seconds['update']:.1f} s")  # fmt: skip
+            found = "  ".join(f"{name} {line[k]:{spec}}" for k, name, spec in SHOWN if k in line)
+            took = "  ".join(f"{k} {v:.1f} s" for k, v in seconds.items())
+            bar.write(f"round {r:4d}  reward {line['reward']:.4f} ({kinds})  {found}  {took}")
             bar.update()
 
 
@@ -333,8 +524,18 @@ def parse(stage: ModuleType) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scorer", default=SCORER, metavar="FILE", help="stage 03 or its replacement")
     stage.add_rollout_arguments(parser)
-    group = parser.add_argument_group("training")
-    group.add_argument("--objective", choices=["grpo"], default="grpo", help="policy objective")
+    group = parser.add_argument_group(
+        "objective", "The defaults of the flags that only some objectives have are in brackets."
+    )
+
+    def of(name: str) -> str:
+        values = {o: " ".join(map(str, np.atleast_1d(own[name]))) for o, own in OBJECTIVES.items() if name in own}
+        return f" ({', '.join(f'{o} {v}' for o, v in values.items())})"
+
+    def add(name: str, help: str, **kwargs) -> None:
+        group.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=help + of(name), **kwargs)
+
+    group.add_argument("--objective", choices=sorted(OBJECTIVES), default="grpo", help="policy objective")
     group.add_argument(
         "--credit", choices=CREDITS, default="cast", help="how atom rewards become the credit of a location"
     )
@@ -343,32 +544,106 @@ def parse(stage: ModuleType) -> argparse.Namespace:
     group.add_argument(
         "--std-floor", type=float, default=0.05, help="least standard deviation of a reward in its group"
     )
-    group.add_argument(
-        "--clip-range", type=float, default=0.2, metavar="C", help="the ratio of a location is clipped to 1-C..1+C"
+    add("clip_range", "the ratio is clipped to 1-C..1+C", type=float, metavar="C")
+    add(
+        "ratio",
+        "ratio of a location, or Flow-GRPO's of a sample, for a credit without maps",
+        choices=["location", "sample"],
     )
+    add(
+        "beta",
+        "weight of the KL to the base: of SDE steps (grpo), mean squared difference of velocities (awm, sft)",
+        type=float,
+    )
+    add(
+        "kl",
+        "scale of the KL of an SDE step: the Gaussians' own, or Flow-GRPO's, which is that times |dt|",
+        choices=["gaussian", "flow-grpo"],
+    )
+    add("beta_old", "weight of the squared difference of velocities to the lagging LoRA", type=float)
+    add(
+        "lag",
+        "the lagging LoRA keeps min(RATE*round, MAX) of itself after a round",
+        type=float,
+        nargs=2,
+        metavar=("RATE", "MAX"),
+    )
+    add("eta", "strength of the reward", type=float)
+    add("draws", "draws of (t, eps) a picture", type=int)
+    add(
+        "times",
+        "p(t): uniform on the rollout's grid, 2t, or a sigmoid of a normal",
+        choices=["grid", "sqrt", "logit-normal"],
+    )
+    add("weighting", "weight of the error by t", choices=["uniform", "t", "t2", "huber", "ghuber"])
+    add("max_grad_norm", "the gradient is scaled down to this norm; 0: never", type=float)
+    group = parser.add_argument_group("training")
     group.add_argument(
         "--rounds", type=int, default=100, help="rounds in all; a larger number continues a finished run"
     )
     group.add_argument(
         "--updates", type=int, default=1, help="optimizer steps a round, each on its own share of the groups"
     )
+    group.add_argument("--micro-batch", type=int, metavar="SAMPLES", help="samples a forward and backward; the gradient is that of all; "
+                       "unset: the rollout's, --batch-groups times --samples")  # fmt: skip
+    group.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="recompute activations: less memory",
+    )
+    group.add_argument(
+        "--train-guidance", type=float, metavar="SCALE", help="guidance in the update; unset: --guidance"
+    )
     group.add_argument("--lr", type=float, default=3e-4, help="learning rate of AdamW")
     group.add_argument("--warmup", type=int, default=0, metavar="ROUNDS", help="rounds of linear warm-up")
     group.add_argument("--weight-decay", type=float, default=1e-4, help="weight decay of AdamW")
-    group.add_argument("--max-grad-norm", type=float, default=1.0, help="the gradient is scaled down to this norm")
-    group.add_argument("--max-ratio-gap", type=float, default=1e-6, help="largest |ratio-1| before an update")
+    group.add_argument(
+        "--ema",
+        type=float,
+        default=0.0,
+        metavar="DECAY",
+        help="lora/ has the average of the LoRA over the steps; 0: the LoRA",
+    )
+    group.add_argument(
+        "--max-ratio-gap", type=float, default=1e-5, help="largest |ratio-1| before an update in float32 (grpo)"
+    )
     group.add_argument("--rank", type=int, default=64, help="LoRA rank")
     group.add_argument("--alpha", type=float, default=64, help="LoRA scale alpha")
     group.add_argument("--lora-targets", default=LORA_TARGETS, metavar="REGEX", help="modules that get a LoRA")
     group.add_argument("--save-every", type=int, default=20, metavar="ROUNDS", help="rounds between LoRA folders")
-    group.add_argument(
-        "--keep-rounds",
-        type=int,
-        default=2,
-        metavar="ROUNDS",
-        help="rounds whose shards are kept; stage 03's round 0 always is",
-    )
-    return common.parse_args(parser)
+    keep = "rounds whose shards are kept; stage 03's round 0 always is"
+    group.add_argument("--keep-rounds", type=int, default=2, metavar="ROUNDS", help=keep)
+    return complete(common.parse_args(parser))
+
+
+def complete(args: argparse.Namespace) -> argparse.Namespace:
+    """Fills what depends on other flags; refuses flags that do not go together."""
+    own = OBJECTIVES[args.objective]
+    for name in {k for o in OBJECTIVES.values() for k in o}:
+        flag = f"--{name.replace('_', '-')}"
+        if hasattr(args, name) and name not in own:
+            having = ", ".join(o for o, flags in OBJECTIVES.items() if name in flags)
+            raise UserError(f"{flag}: --objective {args.objective} has no such setting; it is of {having}")
+        setattr(args, name, getattr(args, name, own.get(name))) if name in own else None
+    if args.objective == "grpo":
+        if args.train_guidance not in (None, args.guidance):
+            raise UserError(
+                f"--train-guidance {args.train_guidance}: --objective grpo needs the rollout's, {args.guidance}"
+            )
+        if args.ratio == "sample" and args.credit in ("spatial", "shuffled", "cast"):
+            raise UserError(
+                f"--ratio sample: --credit {args.credit} differs by location, and a ratio of a sample has none"
+            )
+    else:
+        if args.credit == "step":
+            raise UserError(
+                f"--credit step: its rewards belong to SDE steps, and --objective {args.objective} trains on none"
+            )
+        args.window = args.window or [0, 0]
+    args.train_guidance = args.guidance if args.train_guidance is None else args.train_guidance
+    args.micro_batch = args.micro_batch or args.batch_groups * args.samples
+    return args
 
 
 def main() -> None:

@@ -61,6 +61,8 @@ if TYPE_CHECKING:  # imported where they are used: an error in a flag then shows
     from diffusers import Flux2Pipeline
     from matplotlib.figure import Figure
 
+Velocity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [N, L, C], sigma (one or [N]) -> v [N, L, C]
+
 # ================================================================ the SDE sampler
 
 
@@ -139,7 +141,7 @@ class Trajectory:
 
 @torch.no_grad()
 def sample(
-    velocity: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    velocity: Velocity,
     x: torch.Tensor,
     sigmas: torch.Tensor,
     *,
@@ -250,15 +252,17 @@ def grpo_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's clipped objective per step and location, weighted by the credit (CAST; with a constant credit Flow-GRPO's).
 
-    log_prob, old_log_prob [N, T_w, L]; credit broadcastable to it. -> scalar loss and diagnostics without gradient.
+    log_prob, old_log_prob [N, T_w, L]; credit broadcastable to it. -> scalar loss and diagnostics without gradient, of which
+    ratio_gap = |ratio-1| [N, T_w, L] is exactly 0 before the first update, but for rounding.
     """
     ratio = (log_prob - old_log_prob).exp()
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
     loss = torch.maximum(-credit * ratio, -credit * clipped).mean()
     with torch.no_grad():
+        gap = (ratio - 1).abs()
         info = {
-            "ratio_minus_1": (ratio - 1).abs().max(),
-            "clip_fraction": ((ratio - 1).abs() > clip_range).float().mean(),
+            "ratio_gap": gap,
+            "clip_fraction": (gap > clip_range).float().mean(),
             "approx_kl": (ratio - 1 - (log_prob - old_log_prob)).mean(),  # k3 of joschu.net/blog/kl-approx.html
         }
     return loss, info
@@ -281,7 +285,7 @@ def forward_draws(
     u = torch.stack([torch.rand(draws, generator=g) for g in generators])  # [N, D]
     u = (torch.arange(draws) + u) / draws  # a stratum a draw
     eps = torch.stack([torch.randn(draws, *x0.shape[1:], generator=g) for g in generators])
-    sigmas, steps = sigmas.cpu(), len(sigmas) - 1
+    sigmas, steps = sigmas.cpu().float(), len(sigmas) - 1
     if times == "grid":
         t = sigmas[1 + (u * (steps - 1)).long().clamp(max=steps - 2)]
     elif times == "sqrt":
@@ -401,10 +405,8 @@ def start_noise(pipe: Flux2Pipeline, grid: tuple[int, int], seeds: Sequence[int]
     return pipe._pack_latents(noise).contiguous().to(pipe.transformer.device)
 
 
-def velocity_fn(
-    pipe: Flux2Pipeline, embeds: torch.Tensor, grid: tuple[int, int], guidance: float
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """v(x [N, L, C], sigma) for embeds [N, S, D], as the pipeline calls its transformer; guidance is embedded."""
+def velocity_fn(pipe: Flux2Pipeline, embeds: torch.Tensor, grid: tuple[int, int], guidance: float) -> Velocity:
+    """v(x, sigma) for embeds [N, S, D], as the pipeline calls its transformer; guidance is embedded."""
     img_ids = pipe._prepare_latent_ids(torch.empty(1, 1, *grid)).to(embeds.device)
     txt_ids = pipe._prepare_text_ids(embeds[:1]).to(embeds.device)
     scale = torch.full((len(embeds),), guidance, device=embeds.device, dtype=torch.float32)
@@ -412,7 +414,7 @@ def velocity_fn(
     dtype = pipe.transformer.dtype
 
     def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        timestep = (sigma * 1000).to(x.device, x.dtype).expand(len(x)) / 1000  # the pipeline's own rounding; sigma: one or [N]
+        timestep = (sigma * 1000).to(x.device, x.dtype).expand(len(x)) / 1000  # the pipeline's own rounding
         # x and the timestep stay float32 in bf16 too: FLUX.2 rounds the timestep to the dtype of x, its largest error.
         with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
             return pipe.transformer(
@@ -498,7 +500,7 @@ RANGES = dict(
     seed=(0, 2**62), height=(1, 2**14), width=(1, 2**14), steps=(2, 1000), guidance=(0, 1000), max_sequence_length=(1, 4096),
     noise_level=(1e-3, 10), groups=(1, 10**5), samples=(2, 10**4), batch_groups=(1, 10**4), vlm_batch=(1, 10**4),
     round=(0, 10**6 - 1), rounds=(1, 10**6 - 1), map_floor=(0, 1), std_floor=(1e-8, 1e3), clip_range=(1e-8, 1e3),
-    updates=(1, 10**4), lr=(1e-12, 1), warmup=(0, 10**6), weight_decay=(0, 10), max_grad_norm=(1e-12, 1e12),
+    updates=(1, 10**4), lr=(1e-12, 1), warmup=(0, 10**6), weight_decay=(0, 10), max_grad_norm=(0, 1e12),
     beta=(0, 1e6), beta_old=(0, 1e6), eta=(1e-6, 1e6), draws=(1, 1000), lag=(0, 1), ema=(0, 0.999999), micro_batch=(1, 10**6),
     train_guidance=(0, 1000), max_ratio_gap=(0, 1), rank=(1, 4096), alpha=(1e-6, 1e6), save_every=(1, 10**6), keep_rounds=(0, 10**6),
 )  # fmt: skip
