@@ -1,6 +1,7 @@
 """Stage 04's updates on the tiny model: exact accumulation, references, the replay's error, every credit with every objective."""
 
-import json
+import copy
+import functools
 import math
 import sys
 from itertools import product
@@ -17,10 +18,19 @@ PROMPTS = ["three red circles to the left of two blue squares", "a green triangl
 GRPO, MATCHING = ["--objective", "grpo"], ["awm", "ram", "sft"]
 
 
+@functools.cache
+def loaded(dtype: torch.dtype):
+    """The tiny pipeline and the embeddings [2, S, D] of PROMPTS."""
+    pipe = common.load_pipeline(common.PRESETS["tiny"]["model"], "cpu", dtype)
+    return pipe, common.encode_prompts(pipe, PROMPTS, max_sequence_length=8, text_encoder_layers=[1, 2, 3])
+
+
 class Trainer:
     """A LoRA that is not zero on the tiny model, and 2 groups of 4 pictures with made-up rewards and maps."""
 
     def __init__(self, *argv: str, dtype: torch.dtype = torch.float32, fresh: bool = False, rewards=None):
+        if set(argv) & set(MATCHING) and "--draws" not in argv:
+            argv = (*argv, "--draws", "2")
         old, sys.argv = sys.argv, ["04", "--run", "unused", "--groups", "2", "--samples", "4", "--batch-groups", "2", "--rank", "4",
                                    "--alpha", "4", "--lr", "1e-3", "--dtype", str(dtype).removeprefix("torch."), *argv]  # fmt: skip
         try:
@@ -28,7 +38,9 @@ class Trainer:
         finally:
             sys.argv = old
         args.window = args.window or [0, 3]
-        self.pipe = common.load_pipeline(args.model, "cpu", dtype)
+        pipe, self.embeds = loaded(dtype)
+        self.pipe = copy.copy(pipe)
+        self.pipe.transformer = copy.deepcopy(pipe.transformer)
         self.params = stage4.add_lora(self.pipe.transformer, args)
         g = torch.Generator().manual_seed(0)
         if not fresh:
@@ -44,7 +56,6 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.params.values(), lr=args.lr, weight_decay=args.weight_decay)
         grid = common.latent_grid(self.pipe, args.height, args.width)
         self.sigmas = common.schedule(self.pipe, args.steps, grid[0] * grid[1])
-        self.embeds = common.encode_prompts(self.pipe, PROMPTS, max_sequence_length=8, text_encoder_layers=[1, 2, 3])
         self.trajectory = t = stage3.rollout(self.pipe, self.embeds, range(8), tuple(args.window), args)
         rewards = torch.rand(2, 4, 3, generator=g) if rewards is None else rewards
         maps = torch.rand(2, 4, 3, *grid, generator=g) + 0.1
@@ -97,7 +108,7 @@ def test_bfloat16_replays_a_bfloat16_rollout(micro):
     """T1 in bf16: the velocity is rounded, but to the same number in both."""
     trainer = Trainer("--micro-batch", str(micro), dtype=torch.bfloat16)
     assert max(trainer.update()["gap_p99"]) <= 1e-4
-    assert (trainer.trajectory.log_probs - Trainer().trajectory.log_probs).abs().max() > 1e-3, "it is bf16"
+    assert (trainer.trajectory.x0 - Trainer().trajectory.x0).abs().max() > 1e-3, "it is bf16"
 
 
 def test_bfloat16_gap_is_measured_and_refused_above_the_clip_range():
@@ -231,20 +242,20 @@ def test_ema_moves_once_an_optimizer_step():
 
 @pytest.mark.parametrize("argv", [["--beta", "0.01"], *(["--objective", o] for o in MATCHING)], ids=["grpo", *MATCHING])
 def test_accumulation_is_exact(argv):
-    """T5: 8x1 = 4x2 = 1x8, uneven parts and activation checkpointing: the same gradient to 1e-6 of its norm, and after a step
-    of AdamW the same weights."""
+    """T5: 8x1 = 4x2 = 1x8, uneven parts and activation checkpointing: the same gradient but for float32's rounding, and after a
+    step of AdamW at a usual learning rate the same weights to 1e-6."""
+    argv = [*argv, "--lr", "1e-4"]
     whole = Trainer(*argv)
     want = whole.gradient()
     assert want.norm() > 0
-    for extra in (["1"], ["2"], ["3"], ["8", "--checkpointing"]):
-        got = Trainer(*argv, "--micro-batch", *extra).gradient()
-        assert (got - want).norm() <= 1e-6 * want.norm(), extra
     whole.update()
-    parts = Trainer(*argv, "--micro-batch", "1")
-    parts.update()
-    # AdamW divides by the gradient's own size: a parameter whose gradient is rounding moves by rounding's sign
-    moved = (whole.weights() - Trainer(*argv).weights()).norm()
-    assert (whole.weights() - parts.weights()).norm() <= 1e-3 * moved
+    for extra in (["1"], ["3"], ["2", "--checkpointing"]):
+        parts = Trainer(*argv, "--micro-batch", *extra)
+        before = parts.weights()
+        assert (parts.gradient() - want).norm() <= 3e-6 * want.norm(), extra
+        parts.update()
+        assert (whole.weights() - parts.weights()).norm() <= 1e-3 * (whole.weights() - before).norm(), extra
+        assert (parts.weights() - whole.weights()).abs().max() <= 1e-6, extra
 
 
 def test_the_gradient_is_scaled_down_to_its_largest_norm():
@@ -294,9 +305,7 @@ def test_atom_credit_is_cast_credit_with_uniform_maps(objective):
 
 @pytest.mark.parametrize("objective, credit", [*product(["grpo", *MATCHING], stage4.CREDITS[:-1]), ("grpo", "step")])
 def test_every_credit_goes_with_every_objective(objective, credit):
-    gradient = Trainer(
-        "--objective", objective, "--credit", credit, *(["--draws", "2"] if objective != "grpo" else [])
-    ).gradient()
+    gradient = Trainer("--objective", objective, "--credit", credit).gradient()
     assert gradient.isfinite().all() and gradient.norm() > 0
 
 
@@ -382,14 +391,11 @@ def test_ram_with_ema_resumes_in_the_same_bits(run_stage, atoms_run, tmp_path_fa
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     kinds = {k.split(".")[0] for k in a}
     assert kinds == {"param", "old", "ema", "step", "exp_avg", "exp_avg_sq"}
-    name = next(k.removeprefix("param.") for k in a if "lora_B" in k)
+    name = next(k.removeprefix("param.") for k in a if k.startswith("param.") and "lora_B" in k)
     assert len({tuple(a[f"{kind}.{name}"].flatten().tolist()) for kind in ("param", "old", "ema")}) == 3
     saved, _ = common.read_tensors(atoms_run / "lora" / "round_0004" / "pytorch_lora_weights.safetensors")
     assert any(v.shape == a[f"ema.{name}"].shape and torch.equal(v, a[f"ema.{name}"]) for v in saved.values())
-    made = [
-        json.loads(common.read_tensors(p)[1]["lora"].join('""'))
-        for p in sorted((parts / "shards").glob("*/00000.safetensors"))
-    ]
+    made = [common.read_tensors(p)[1]["lora"] for p in sorted((parts / "shards").glob("*/00000.safetensors"))]
     assert len(set(made)) == len(made), "each round has its own policy"
 
 
