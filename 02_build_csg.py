@@ -248,9 +248,8 @@ MAX_PROMPT = 4000  # characters of a free prompt
 MAX_TOKENS = 2048  # of an answer, thinking included
 SAMPLING = dict(do_sample=True, temperature=0.7, top_p=0.95)  # of a retry; the first try is greedy
 SAID_COUNTS = COUNTS | {str(i): i for i in range(1, 11)} | dict(single=1, pair=2, couple=2, both=2, trio=3)
-ENDS_POSITION = {
-    words.split(" ")[-1] for words in [*MORE_POSITIONS, *PREPOSITION.split("|"), "against", "around", "by"]
-}
+MORE_PREPOSITIONS = "against along among around atop across between by outside toward underneath".split()
+ENDS_POSITION = {words.split(" ")[-1] for words in [*MORE_POSITIONS, *PREPOSITION.split("|"), *MORE_PREPOSITIONS]}
 SCHEMA = {
     "nodes": [{"object": (str,), "count": (int, type(None)), "attributes": [(str,)]}],
     "edges": [{"subject": (int,), "relation": (str,), "object": (int,), "kind": (str,)}],
