@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,7 +22,13 @@ class Page:
                 os.set_inheritable(fd, True)
             os.dup2(copies[0], 3), os.dup2(copies[1], 4)
 
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-pipe",
+        ]
         self.process = subprocess.Popen(
             [PROGRAM, *flags, f"--user-data-dir={profile}", "--no-first-run", f"--window-size={width},{height}"],
             preexec_fn=pipes, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -41,8 +48,8 @@ class Page:
 
     def message(self) -> dict:
         while b"\0" not in self.buffer:
-            if not (part := os.read(self.receive, 1 << 20)):
-                raise RuntimeError("the browser has ended")
+            if not select.select([self.receive], [], [], 60)[0] or not (part := os.read(self.receive, 1 << 20)):
+                raise RuntimeError("the browser has ended, or says nothing for a minute")
             self.buffer += part
         text, _, self.buffer = self.buffer.partition(b"\0")
         return json.loads(text)

@@ -46,6 +46,8 @@ def read_runs(runs: Sequence[Path]) -> dict[str, dict[int, dict]]:
         try:
             settings, made, found = settings["settings"], made["settings"], scores.get("lora")
             method, seed = f"{settings['objective']} {settings['credit']}", settings["seed"]
+            settings = {k: v for k, v in settings.items() if k not in ("seed", "atoms")}
+            settings["judged"] = Path(scores.get("lora_folder", "")).name  # the round
         except (KeyError, TypeError, AttributeError) as e:
             raise UserError(
                 f"{run}: its settings.json and scores.json are not those of stages 04 and 05 ({e} is missing)"
@@ -54,9 +56,6 @@ def read_runs(runs: Sequence[Path]) -> dict[str, dict[int, dict]]:
             raise UserError(
                 f"{run / 'eval' / 'scores.json'}: has no LoRA's scores; run 05_eval.py on it without --lora none"
             )
-        settings = {k: v for k, v in settings.items() if k not in ("seed", "atoms")} | {
-            "judged": Path(scores["lora_folder"]).name
-        }
         for what, old, new in (
             ("judged", judged, {k: made.get(k) for k in JUDGED}), ("trained", trained.setdefault(method, {}), settings),
         ):  # fmt: skip
@@ -82,13 +81,11 @@ def compare(methods: dict[str, dict[int, dict]], baseline: str | None) -> dict:
         raise UserError(f"--baseline {baseline}: the runs are {', '.join(names)}")
     base, table = methods[baseline], {}
     for method, runs in methods.items():
-        if {s: r["eval_seed"] for s, r in runs.items()} != {s: r["eval_seed"] for s, r in base.items()}:
-            seeds = (
-                f"{m} has {', '.join(f'{s} (judged with {r["eval_seed"]})' for s, r in sorted(methods[m].items()))}"
-                for m in (method, baseline)
-            )
+        mine, theirs = ({s: r["eval_seed"] for s, r in sorted(rows.items())} for rows in (runs, base))
+        if mine != theirs:
+            has = [", ".join(f"{s} (judged with {e})" for s, e in seeds.items()) for seeds in (mine, theirs)]
             raise UserError(
-                f"--compare: differences are paired by seed, and the seeds are not equal: {'; '.join(seeds)}"
+                f"--compare: differences are paired by seed, and the seeds are not equal: {method} has {has[0]}; {baseline} has {has[1]}"
             )
         seeds = sorted(runs)
         table[method] = {"seeds": seeds}
