@@ -90,6 +90,10 @@ def parse_args() -> argparse.Namespace:
     for name in ("num_prompts", "images_per_prompt", "batch_size"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if args.images and args.lora not in (None, "none"):
+        raise UserError(f"--lora {args.lora}: nothing is drawn with --images; put the LoRA's pictures into FOLDER/lora")
+    if args.baseline and not args.compare:
+        raise UserError(f"--baseline {args.baseline}: only with --compare")
     if args.images:  # nobody knows what made them
         args.lora, args.model, args.steps, args.guidance = "none", None, None, None
     return args

@@ -212,6 +212,8 @@ def test_bad_input_is_one_clear_line(tmp_path):
     assert "no such folder" in refused("--run", tmp_path / "no")
     assert "lora: no pytorch_lora_weights.safetensors; 04_train_cast.py makes it" in refused("--run", tmp_path)
     assert "--images-per-prompt 0" in refused("--run", tmp_path, "--images-per-prompt", 0)
+    assert "--lora x: nothing is drawn" in refused("--run", tmp_path, "--images", tmp_path, "--lora", "x")
+    assert "--baseline grpo sum: only with --compare" in refused("--run", tmp_path, "--baseline", "grpo sum")
     assert "--num-prompts -1" in refused("--run", tmp_path, "--num-prompts", -1)
     assert "--eval-prompts" in refused("--run", tmp_path, "--preset", "flux2-dev")
     bad = tmp_path / "prompts.jsonl"
