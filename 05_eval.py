@@ -2,16 +2,23 @@
 
     python 05_eval.py --preset tiny --run runs/demo
     python 05_eval.py --preset flux2-dev --run runs/flux2 --eval-prompts geneval2_data.jsonl --batch-size 4
+    python 05_eval.py --preset tiny --run runs/other --images FOLDER              pictures of any model, none is made
+    python 05_eval.py --preset tiny --run runs/table --compare runs/sum_* runs/cast_*        the paper's table over seeds
 
 Reads   lora/round_RRRR/ (04) or any folder that diffusers' `load_lora_weights` takes; --eval-prompts: JSONL with prompt,
-        vqa_list and skills (GenEval 2's own file, or an atoms.jsonl of 02).
+        vqa_list and skills (GenEval 2's own file, or an atoms.jsonl of 02). With --images: PPPPP_MM.png in FOLDER, or in
+        FOLDER/base and FOLDER/lora, as in eval/images.
 Writes  eval/images/{base,lora}/PPPPP_MM.png, picture MM of row PPPPP of --eval-prompts; eval/per_image.jsonl, the VLM's
-        score and the oracle's verdict of each question; eval/scores.json, the metrics; eval/report.html, one file.
+        score and the oracle's verdict of each question; eval/scores.json, the metrics; eval/report.html, one file;
+        eval/geneval2_{base,lora}.json and geneval2_prompts.jsonl, for GenEval 2's soft_tifa_analysis.py: a list of scores
+        a picture, in the order of the prompts' lines, so a prompt that comes twice keeps two scores.
+        --compare: compare.json and compare.md.
 
 Metrics (GenEval 2, arXiv 2512.16853), times 100; s_k is the VLM's probability of the right answer to question k:
     soft_tifa.am   mean_k s_k, averaged over the pictures of a prompt, then over prompts
     soft_tifa.gm   (prod_k s_k)^(1/K), averaged likewise
     skill.*        mean of s_k over all questions of a skill;  atomicity.*: gm over the prompts with that atom count
+    hard.gm, .am   gm and am over the prompts with the two highest atom counts (9 and 10 of GenEval 2); ours
     oracle.*       with --oracle: share of right atoms (atom; object, count, attribute, relation = position or verb), of
                    pictures without a wrong atom (all); gap = mean s_k - atom grows when a policy pleases the VLM alone
 "delta" is lora - base with a 95% interval: percentile bootstrap over prompts (a prompt is drawn with all its pictures),
@@ -20,15 +27,15 @@ Metrics (GenEval 2, arXiv 2512.16853), times 100; s_k is the VLM's probability o
 
 import argparse
 import base64
+import functools
 import hashlib
-import html
 import io
 import json
 import math
 import random
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +48,13 @@ from common import UserError
 EVAL_ROUND = 1_000_000  # the round in a picture's seed: no training round has it, so no start noise was trained on
 LORA_FILE = "pytorch_lora_weights.safetensors"
 KINDS = {"object": ["object"], "count": ["count"], "attribute": ["attribute"], "relation": ["position", "verb"]}
+HARDEST = 2  # how many of the highest atom counts are "hard"
+SHOWN, CHANGED = 60, 12  # prompts with pictures and maps in the report: it stays under 10 MB
+FIGURES = {
+    "window.png": "Stage 01: window",
+    "maps.png": "Stage 03: maps of the atoms",
+    "training.png": "Stage 04: training",
+}
 Records = dict[tuple[str, int, int], dict]  # (system, row, image) -> {"scores": [K], "oracle": [K] or None, ...}
 
 
@@ -51,6 +65,12 @@ def parse_args() -> argparse.Namespace:
     g.add_argument("--eval-prompts", metavar="FILE", help="JSONL with prompt, vqa_list and skills")
     g.add_argument("--num-prompts", type=int, metavar="N", help="judge N rows, drawn once and for all; unset: all")
     g.add_argument("--images-per-prompt", type=int, default=1, metavar="M", help="pictures a prompt of each system")
+    g.add_argument("--images", metavar="FOLDER", help="score these pictures, PPPPP_MM.png by row, and make none")
+    g = p.add_argument_group("the table over seeds; nothing is judged")
+    g.add_argument(
+        "--compare", type=Path, nargs="+", metavar="RUN", help="judged runs: mean and std by method over seeds"
+    )
+    g.add_argument("--baseline", metavar="METHOD", help='differences are to this one, as "grpo sum"; unset: credit sum')
     g = p.add_argument_group("pictures")
     g.add_argument("--model", help="diffusers pipeline: folder or hub name")
     g.add_argument("--height", type=int, metavar="PIXELS", help="height of a picture")
@@ -63,11 +83,19 @@ def parse_args() -> argparse.Namespace:
     g = p.add_argument_group("judges")
     g.add_argument("--vlm", help="frozen vision-language model that scores: folder or hub name")
     g.add_argument("--scorer", default=str(common.ROOT / "03_score_atoms.py"), metavar="FILE", help="stage 03")
+    maps = "text layers of the VLM whose attention is the map of an atom in the report"
+    g.add_argument("--map-layers", type=int, nargs="+", metavar="LAYER", default=[1], help=maps)
     g.add_argument("--oracle", metavar="FILE", help="script: judge(picture [H, W, 3], vqa_list) -> a bool a question")
     args = common.parse_args(p)
     for name in ("num_prompts", "images_per_prompt", "batch_size"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if args.images and args.lora not in (None, "none"):
+        raise UserError(f"--lora {args.lora}: nothing is drawn with --images; put the LoRA's pictures into FOLDER/lora")
+    if args.baseline and not args.compare:
+        raise UserError(f"--baseline {args.baseline}: only with --compare")
+    if args.images:  # nobody knows what made them
+        args.lora, args.model, args.steps, args.guidance = "none", None, None, None
     return args
 
 
@@ -104,7 +132,9 @@ def reuse(out: Path, args: argparse.Namespace, lora: Path | None) -> None:
         raise UserError(f"{e.filename}: cannot be read: {e.strerror}") from e
     args.eval_prompts = f"{Path(args.eval_prompts).name} (sha256 {sha[0]})"
     args.lora_sha256, args.judges = sha[1] or old.get("lora_sha256"), [args.vlm, *sha[2:]]
-    free = "lora lora_sha256 judges vlm scorer oracle num_prompts images_per_prompt batch_size"
+    free = (
+        "lora lora_sha256 judges vlm scorer oracle num_prompts images_per_prompt batch_size map_layers compare baseline"
+    )
     common.require_same(path, args, ignore=free.split())
     if old.get("lora_sha256") not in (None, args.lora_sha256):
         print(f"{out}: the LoRA has changed: its pictures are made and scored again")
@@ -114,18 +144,29 @@ def reuse(out: Path, args: argparse.Namespace, lora: Path | None) -> None:
         common.write_settings(path, args)
 
 
-def picture_path(out: Path, system: str, row: int, image: int) -> Path:
-    return out / "images" / system / f"{row:05d}_{image:02d}.png"
+def find_folders(out: Path, images: str | None, lora: Path | None) -> dict[str, Path]:
+    """{system: folder of its pictures}. Pictures from elsewhere are "base", unless FOLDER/base and FOLDER/lora part them."""
+    if images is None:
+        return {system: out / "images" / system for system in (("base", "lora") if lora else ("base",))}
+    if not Path(images).is_dir():
+        raise UserError(f"--images {images}: no such folder")
+    if (Path(images) / "lora").is_dir() and not (Path(images) / "base").is_dir():
+        raise UserError(f"--images {images}: has lora/ and no base/ to compare it with")
+    return {s: f for s in ("base", "lora") if (f := Path(images) / s).is_dir()} or {"base": Path(images)}
 
 
-def generate(out: Path, prompts: dict[int, dict], lora: Path | None, args: argparse.Namespace) -> None:
+def picture_path(folder: Path, row: int, image: int) -> Path:
+    return folder / f"{row:05d}_{image:02d}.png"
+
+
+def generate(folders: dict[str, Path], prompts: dict[int, dict], lora: Path | None, args: argparse.Namespace) -> None:
     """Base pictures, then LoRA pictures, of the same seeds in the same batches; pictures that exist are kept."""
     pairs = [(row, m) for row in prompts for m in range(args.images_per_prompt)]
     # A batch is made whole, so that no picture depends on where an earlier start was stopped.
     batches = [pairs[i : i + args.batch_size] for i in range(0, len(pairs), args.batch_size)]
     pipe = None
-    for system in ("base", "lora") if lora else ("base",):
-        todo = [b for b in batches if not all(picture_path(out, system, *key).exists() for key in b)]
+    for system, folder in folders.items():
+        todo = [b for b in batches if not all(picture_path(folder, *key).exists() for key in b)]
         if not todo:
             continue
         if pipe is None:
@@ -146,12 +187,12 @@ def generate(out: Path, prompts: dict[int, dict], lora: Path | None, args: argpa
                 velocity = common.velocity_fn(pipe, embed, grid, args.guidance)
                 x0 = common.sample(velocity, common.start_noise(pipe, grid, seeds), sigmas).x0  # [N, L, C]
                 for key, picture in zip(batch, common.decode(pipe, x0, grid), strict=True):
-                    if not (path := picture_path(out, system, *key)).exists():
+                    if not (path := picture_path(folder, *key)).exists():
                         common.save_png(path, picture)
                 bar.update(len(batch))
 
 
-def verdicts(path: str, oracle: Any, picture: torch.Tensor, vqa: list[list[str]]) -> list[bool]:
+def verdicts(path: str, oracle: Callable, picture: torch.Tensor, vqa: list[list[str]]) -> list[bool]:
     """The oracle's bool a question for a picture [3, H, W]."""
     try:
         right = list(oracle(picture.movedim(0, -1).numpy(), vqa))
@@ -162,33 +203,77 @@ def verdicts(path: str, oracle: Any, picture: torch.Tensor, vqa: list[list[str]]
     return [*map(bool, right)]
 
 
-def judge(out: Path, prompts: dict[int, dict], systems: list[str], args: argparse.Namespace) -> Records:
-    """Scores of all pictures; per_image.jsonl keeps those that the same judges have done."""
-    path, made_with = out / "per_image.jsonl", {"base": args.judges, "lora": [*args.judges, args.lora_sha256]}
+def judge(out: Path, folders: dict[str, Path], prompts: dict[int, dict], args: argparse.Namespace) -> Records:
+    """Scores of all pictures, then the maps of those that the report shows; per_image.jsonl keeps what the same judges
+    have said of the same pictures."""
+    path = out / "per_image.jsonl"
     lines = common.read_jsonl(path) if path.exists() else []
-    records = {(r["system"], r["row"], r["image"]): r for r in lines if r["made_with"] == made_with[r["system"]]}
-    keys = [(s, i) for s in systems for i in range(args.images_per_prompt)]
-    todo = {row: new for row in prompts if (new := [(s, i) for s, i in keys if (s, row, i) not in records])}
-    if not todo:
-        return records
-    stage = common.load_stage(args.scorer, ("load_scorer", "score"))
-    scorer = stage.load_scorer(args.vlm, args.device, getattr(torch, args.dtype), [0])  # layers of maps: not used here
-    oracle = common.load_stage(args.oracle, ("judge",)).judge if args.oracle else None
-    saved, last = time.monotonic(), [*todo][-1]
-    for row, new in tqdm(todo.items(), desc="scores", unit="prompt", dynamic_ncols=True):
-        vqa, paths = prompts[row]["vqa_list"], [picture_path(out, system, row, i) for system, i in new]
-        pictures = torch.stack([common.load_png(p) for p in paths])  # [N, 3, H, W]
-        scores, _ = stage.score(scorer, pictures, vqa, (1, 1), maps=False)  # [N, K]
+    known = {(r["system"], r["row"], r["image"]): r for r in lines}
+    keys = [(system, row, i) for row in prompts for system in folders for i in range(args.images_per_prompt)]
+    records: Records = {}
+    for system, row, i in keys:
+        try:
+            picture = hashlib.sha256(picture_path(folders[system], row, i).read_bytes()).hexdigest()[:16]
+        except FileNotFoundError as e:
+            raise UserError(f"{e.filename}: not found; picture {i} of row {row} of --eval-prompts") from e
+        made_with, old = [*args.judges, picture], known.get((system, row, i), {})
+        records[system, row, i] = old if old.get("made_with") == made_with else {"made_with": made_with}
+    pictures = functools.partial(load_pictures, folders)
+    stage = functools.cache(lambda: common.load_stage(args.scorer, ("load_scorer", "score")))
+    dtype = getattr(torch, args.dtype)
+    scorer = functools.cache(lambda: stage().load_scorer(args.vlm, args.device, dtype, args.map_layers))
+    oracle = functools.cache(lambda: common.load_stage(args.oracle, ("judge",)).judge)
+
+    def save() -> None:
+        named = {k: dict(zip(("system", "row", "image"), k, strict=True)) | r for k, r in records.items()}
+        kept = known | {k: r for k, r in named.items() if "scores" in r}
+        common.write_text(path, "".join(json.dumps(r) + "\n" for r in kept.values()))
+
+    todo = {row: new for row in prompts if (new := [k for k in keys if k[1] == row and "scores" not in records[k]])}
+    saved = time.monotonic()
+    for row, new in tqdm(todo.items(), desc="scores", unit="prompt", dynamic_ncols=True, disable=not todo):
+        vqa, images = prompts[row]["vqa_list"], pictures(new)
+        scores, _ = stage().score(scorer(), images, vqa, (1, 1), maps=False)  # [N, K]
         if not scores.isfinite().all():
-            raise UserError(f"{paths[0]}: a score of the VLM is not a number; try --dtype float32")
-        for (system, i), picture, values in zip(new, pictures, scores.tolist(), strict=True):
-            found = {"system": system, "row": row, "image": i, "scores": [round(v, 6) for v in values]}
-            found["oracle"] = verdicts(args.oracle, oracle, picture, vqa) if oracle else None
-            records[system, row, i] = found | {"made_with": made_with[system]}
-        if time.monotonic() - saved > 30 or row == last:
-            common.write_text(path, "".join(json.dumps(r) + "\n" for r in records.values()))
+            raise UserError(
+                f"{picture_path(folders[new[0][0]], row, new[0][2])}: a score of the VLM is not a number; try --dtype float32"
+            )
+        for key, picture, values in zip(new, images, scores.tolist(), strict=True):
+            records[key] |= {"scores": [round(v, 6) for v in values]}
+            records[key]["oracle"] = verdicts(args.oracle, oracle(), picture, vqa) if args.oracle else None
+        if time.monotonic() - saved > 30:
+            save()
             saved = time.monotonic()
+    mapped = {}
+    for row in sum(pick(prompts, records), []):
+        done = [records[s, row, 0].get("map_layers") == args.map_layers for s in folders]
+        mapped |= {} if all(done) else {row: [(s, row, 0) for s in folders]}
+    for row, new in tqdm(mapped.items(), desc="maps", unit="prompt", dynamic_ncols=True, disable=not mapped):
+        images = pictures(new)
+        grid = tuple(min(16, max(1, side // 4)) for side in images.shape[2:])  # fine enough to look at
+        _, maps = stage().score(scorer(), images, prompts[row]["vqa_list"], grid, maps=True)  # [N, K, h, w]
+        for key, m in zip(new, maps if maps is not None else [None] * len(new), strict=True):
+            records[key] |= {"map_layers": args.map_layers, "maps": None if m is None else encode_maps(m)}
+    if todo or mapped:
+        save()
     return records
+
+
+def load_pictures(folders: dict[str, Path], keys: Sequence[tuple[str, int, int]]) -> torch.Tensor:
+    """[N, 3, H, W]; UserError if they are not of one size."""
+    paths = [picture_path(folders[system], row, i) for system, row, i in keys]
+    pictures = [common.load_png(p) for p in paths]
+    for path, picture in zip(paths, pictures, strict=True):
+        if picture.shape != pictures[0].shape:
+            sizes = ["x".join(map(str, p.shape[:0:-1])) for p in (picture, pictures[0])]
+            raise UserError(f"{path}: is {sizes[0]} pixels, and {paths[0]} {sizes[1]}; one comparison needs one size")
+    return torch.stack(pictures)
+
+
+def encode_maps(maps: torch.Tensor) -> dict:
+    """Maps [K, h, w] of mean 1 as the page has them: a byte a location, 255 at the strongest."""
+    levels = (255 * maps / maps.amax((1, 2), keepdim=True)).round().to(torch.uint8).cpu().numpy()
+    return {"size": [*maps.shape[1:]], "bytes": [base64.b64encode(m.tobytes()).decode() for m in levels]}
 
 
 def tally(prompts: dict[int, dict], records: Records, system: str, images: int) -> dict[str, np.ndarray]:
@@ -205,8 +290,11 @@ def tally(prompts: dict[int, dict], records: Records, system: str, images: int) 
         parts |= {f"skill.{k}": s[:, skills == k] for k in common.SKILLS}
         for name, values in parts.items():
             table.setdefault(name, np.zeros((len(prompts), 2)))[p] = values.sum(), values.size
-    for n in sorted({line["atom_count"] for line in prompts.values()}):
-        table[f"atomicity.{n}"] = table["soft_tifa.gm"] * [[line["atom_count"] == n] for line in prompts.values()]
+    counts = sorted({line["atom_count"] for line in prompts.values()})
+    for name, metric, chosen in [(f"atomicity.{n}", "gm", [n]) for n in counts] + [
+        (f"hard.{metric}", metric, counts[-HARDEST:]) for metric in ("gm", "am")
+    ]:
+        table[name] = table[f"soft_tifa.{metric}"] * [[line["atom_count"] in chosen] for line in prompts.values()]
     return {name: t for name, t in table.items() if t[:, 1].any()}
 
 
@@ -237,158 +325,99 @@ def summarise(prompts: dict[int, dict], records: Records, systems: list[str], im
     return {key: dict(zip(tables["base"], values, strict=True)) for key, values in result.items()}
 
 
-# ---------------------------------------------------------------- the page
-# fmt: off
-
-CSS = """
-:root{color-scheme:light dark;--bg:light-dark(#fbfbfa,#121418);--card:light-dark(#fff,#1a1d23);--ink:light-dark(#1b1e24,#e7e8ec);
---soft:light-dark(#5b6270,#a1a8b5);--line:light-dark(#d9dce2,#363c47);--up:light-dark(#1a7a37,#62d084);
---down:light-dark(#b3261e,#ff8d85)}*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);
-font:1rem/1.55 system-ui,sans-serif}main{max-width:72rem;margin:auto;padding:2rem 1rem}h1{font-size:1.7rem;line-height:1.2;
-margin:0}p{max-width:48rem}h2{font-size:1.25rem;margin:2.8rem 0 .5rem}h3{font-size:1rem;margin:0 0 .6rem;line-height:1.35}figure{
-margin:0 0 .6rem}small,figcaption,i{color:var(--soft);font-size:.84rem}.up{color:var(--up)}.down{color:var(--down)}small{
-white-space:nowrap;font-weight:400}.grid{display:grid;gap:1rem;
-grid-template-columns:repeat(auto-fit,minmax(min(100%,var(--w)),1fr));align-items:start}.card{background:var(--card);
-border:1px solid var(--line);border-radius:8px;padding:1rem;min-width:0}.big b{display:block;font-size:2.1rem;line-height:1.2}
-table{border-collapse:collapse;width:100%;font-size:.92rem}table,.big{font-variant-numeric:tabular-nums}th,td{padding:.3rem .4rem;
-text-align:right;border-top:1px solid var(--line)}th{font-weight:500}th:first-child{text-align:left}thead *{border:0;
-color:var(--soft)}th[colspan]{padding-top:1rem;font-weight:650}.pair{display:grid;grid-template-columns:1fr 1fr;gap:.6rem}img{
-max-width:100%;height:auto;display:block}.pair img{width:100%}svg{display:block;width:100%}td svg{width:12rem}figcaption span{
-margin-right:.8rem}@media(max-width:40rem){td:has(svg){display:none}td small{display:block}}
-"""
-GROUPS = dict(soft_tifa="Soft-TIFA", skill="Soft-TIFA AM by skill", atomicity="Soft-TIFA GM by atomicity", oracle="Oracle")
-TITLES = {"base": "Base", "lora": "LoRA"}
-NAMES = {"oracle.all": "all atoms right", "oracle.atom": "atoms right", "soft_tifa.gm": "GM", "soft_tifa.am": "AM",
-         "oracle.gap": "VLM score minus oracle"}
-CURVES = ("reward", "atoms", "grad_norm", "clip_fraction", "ratio_minus_1", "seconds")  # of metrics.jsonl
-FIGURES = {"window.png": "Stage 01: window", "maps.png": "Stage 03: maps of the atoms", "training.png": "Stage 04: training"}
+# ---------------------------------------------------------------- GenEval 2's own files, the page
 
 
-def difference(metric: str, delta: dict) -> str:
-    mean, *ends = (f"{round(v, 1) + 0:+.1f}".replace("-", "&minus;") for v in delta.values() if v is not None)
-    tone = "" if not ends or metric == "oracle.gap" else "up" if delta["low"] > 0 else "down" if delta["high"] < 0 else ""
-    return f'<b class="{tone}">{mean}</b> <small>{f"[{ends[0]}, {ends[1]}]" if ends else "one prompt"}</small>'
+def geneval2_files(prompts: dict[int, dict], records: Records, systems: Sequence[str], images: int) -> dict[str, str]:
+    """What soft_tifa_analysis.py of GenEval 2 reads: a list of scores a picture, in the order of the lines of the prompts'
+    file, which has a prompt once a picture. Its file of picture names is keyed by the prompt's text, this one is not."""
+    keys = [(row, i) for row in prompts for i in range(images)]
+    names = ("prompt", "atom_count", "vqa_list", "skills")
+    files = {f"geneval2_{s}.json": json.dumps([records[s, *key]["scores"] for key in keys]) + "\n" for s in systems}
+    lines = [json.dumps({k: prompts[row][k] for k in names}, ensure_ascii=False) for row, _ in keys]
+    return files | {"geneval2_prompts.jsonl": "\n".join(lines) + "\n"}
 
 
-def metric_table(scores: dict) -> str:
-    """Base, LoRA and their difference with its interval, in numbers and drawn, all on one scale."""
-    deltas, out, last = scores.get("delta", {}), "", ""
-    reach = max([abs(v) for d in deltas.values() for v in d.values() if v is not None], default=0) or 1
-    for metric, base in scores["base"].items():
-        group, name = metric.split(".")
-        out += f'<tr><th colspan="5" scope="rowgroup">{GROUPS[group]}</th></tr>' if group != last else ""
-        last, n = group, scores["prompts_of"][metric]
-        name = NAMES.get(metric, f"{name} atoms" if group == "atomicity" else name)
-        out += f'<tr><th scope="row">{name} <small>{f"{n} prompts" if n < scores["prompts"] else ""}</small></th><td>{base:.1f}</td>'
-        if d := deltas.get(metric):
-            low, mean, high = (80 + 76 * (d["mean"] if d[k] is None else d[k]) / reach for k in ("low", "mean", "high"))
-            out += f"""<td>{scores["lora"][metric]:.1f}</td><td>{difference(metric, d)}</td><td><svg viewBox="0 0 160 16"
-aria-hidden="true" stroke="currentColor"><path d="M80 0V16" stroke="var(--soft)"/><path d="M{low:.1f} 8H{high:.1f}"
-stroke-width="2"/><circle cx="{mean:.1f}" cy="8" r="3" fill="currentColor"/></svg></td>"""
-    head = "".join(f'<th scope="col">{h}' for h in ("Metric", "Base", "LoRA", "Difference")[: 4 if deltas else 2])
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{out.replace('>-', '>&minus;')}</tbody></table>"
-
-
-def chart(key: str, rounds: list) -> str:
-    """A number, or a {name: number}, of each round as lines, inline SVG."""
-    rounds = [v if isinstance(v, dict) else {"": v} for v in rounds]
-    names, drawn, legend = sorted(set().union(*rounds)), "", ""
-    y = np.array([[v.get(name) for name in names] for v in rounds], float)  # None becomes nan
-    low, high = np.nanmin(y), np.nanmax(y)
-    for i, name in enumerate(names):
-        spots = zip(np.linspace(0, 300, len(y)), 90 - 86 * (y[:, i] - low) / (high - low or 1), strict=True)
-        path, colour = " ".join(f"{a:.1f},{b:.1f}" for a, b in spots if b == b), f"hsl({(210, 25, 150, 285, 340)[i % 5]} 60% 48%)"
-        drawn += f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
-        legend += f'<span><b style="color:{colour}">&mdash;</b> {html.escape(name)}</span>' if name else ""
-    return f"""<figure class="card"><h3>{key.replace("_", " ")} <small>{low:.3g} to {high:.3g}</small></h3><svg role="img"
-aria-label="{key}, from {low:.3g} to {high:.3g}" viewBox="0 0 300 94">{drawn}<path d="M0 93H300" stroke="var(--line)"/></svg>
-<figcaption>{legend}</figcaption></figure>"""
-
-
-def inline_png(path: Path, alt: str, longest: int = 320) -> str:
-    """An img tag that holds the picture itself; large pictures are made smaller, small ones keep sharp pixels."""
-    with Image.open(path) as image:
-        style = "image-rendering:pixelated" if max(image.size) <= 128 else ""
-        image.thumbnail((longest, longest))
-        image.save(buffer := io.BytesIO(), "PNG")
-    return f'<img style="{style}" alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
-
-
-def card(out: Path, row: int, line: dict, records: Records, systems: list[str]) -> str:
-    """Picture 0 of a prompt, base and LoRA side by side, and what the judges say of each question."""
-    head, body = "".join(f'<th scope="col">{h}' for h in ("Question, right answer", *(TITLES[s] for s in systems))), ""
-    pair = "".join(f"<figure>{inline_png(picture_path(out, s, row, 0), f'{TITLES[s]}: ' + line['prompt'])}<figcaption>{TITLES[s]}"
-                   "</figcaption></figure>" for s in systems)
-    for k, (question, answer) in enumerate(line["vqa_list"]):
-        body += f'<tr><th scope="row">{html.escape(question)} <i>{html.escape(answer)}</i></th>'
-        for r in (records[s, row, 0] for s in systems):
-            right = r["scores"][k] >= 0.5 if r["oracle"] is None else r["oracle"][k]
-            mark = '"up" role="img" aria-label="right">&check;' if right else '"down" role="img" aria-label="wrong">&cross;'
-            body += f'<td><span class={mark}</span>&nbsp;{r["scores"][k]:.2f}</td>'
-    return f"""<article class="card"><h3>{html.escape(line["prompt"])}</h3><div class="pair">{pair}</div><table><thead><tr>{head}</tr></thead>
-<tbody>{body}</tbody></table></article>"""
-
-
-def pick(prompts: dict[int, dict], records: Records, n: int = 12) -> tuple[list[int], list[int]]:
-    """n random rows, and of the others the n whose picture 0 changes most, in either direction."""
+def pick(prompts: dict[int, dict], records: Records) -> tuple[list[int], list[int]]:
+    """SHOWN random rows, and of the others those CHANGED whose picture 0 changes most, in either direction."""
     value = {key: np.mean(r["oracle"] or r["scores"]) for key, r in records.items() if key[2] == 0}
-    shown = random.Random(1).sample([*prompts], min(n, len(prompts)))
+    shown = random.Random(1).sample([*prompts], len(prompts))[:SHOWN]
     change = {r: abs(value["lora", r, 0] - value["base", r, 0]) for r in prompts if ("lora", r, 0) in value}
-    return shown, [r for r in sorted(change, key=lambda r: -change[r]) if change[r] and r not in shown][:n]
+    order = sorted(change, key=lambda r: -change[r])
+    return shown, [r for r in order if change[r] and r not in shown][:CHANGED]
 
 
-def page(run: Path, prompts: dict[int, dict], records: Records, scores: dict) -> str:
-    """report.html: no script, nothing from outside."""
-    systems, deltas = [s for s in TITLES if s in scores], scores.get("delta", {})
-    judges, big = "oracle" if "oracle.all" in scores["base"] else "VLM", ""
-    for metric in [m for m in NAMES if m in scores["base"] and m != "oracle.gap"]:
-        values = " &rarr; ".join(f"{scores[s][metric]:.1f}" for s in systems)
-        number = f"{difference(metric, deltas[metric])}<br><small>{values}</small>" if deltas else f"<b>{values}</b>"
-        big += f'<div class="card big">{GROUPS[metric.split(".")[0]]}: {NAMES[metric]} {number}</div>'
-    shown, changed = ("".join(card(run / "eval", r, prompts[r], records, systems) for r in rows) for rows in pick(prompts, records))
+def inline_picture(path: Path, longest: int = 320) -> dict:
+    """A picture as a data URL with its size: a small one as it is, a large one smaller and as JPEG."""
+    with Image.open(path) as image:
+        image = image.convert("RGB")
+        kind = "png" if max(image.size) <= 128 else "jpeg"
+        image.thumbnail((longest, longest))
+        image.save(buffer := io.BytesIO(), kind, **({"quality": 85} if kind == "jpeg" else {}))
+    url = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return {"src": url, "width": image.width, "height": image.height}
+
+
+def page(run: Path, folders: dict[str, Path], prompts: dict[int, dict], records: Records, scores: dict) -> str:
+    """report.html: docs/report_template.html, which draws all, with the data of this run in its one placeholder."""
+    shown, changed = pick(prompts, records)
+    entries = []
+    for row in random.Random(1).sample([*prompts], len(prompts)):  # begins with `shown`
+        line, systems = prompts[row], {}
+        for system, folder in folders.items():
+            r, path = records[system, row, 0], picture_path(folder, row, 0)
+            seen = {"scores": [round(v, 3) for v in r["scores"]], "right": r["oracle"]}
+            systems[system] = seen | (
+                {"maps": r["maps"], "picture": inline_picture(path)} if row in shown + changed else {}
+            )
+        entry = {k: line[k] for k in ("prompt", "skills", "vqa_list", "atom_count")}
+        entries.append(entry | {"row": row, "shown": row in shown + changed, "systems": systems})
     metrics = common.read_jsonl(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
-    curves = "".join(chart(k, found) for k in CURVES if (found := [m[k] for m in metrics if k in m]))
-    figures = {t: inline_png(run / f, t, 1600) for f, t in FIGURES.items() if (run / f).exists()}
-    rule = f"&check; right, &cross; wrong by the {judges}; the number is the VLM's probability of the right answer."
-    sections = "".join(
-        f'<h2>{title}</h2><p>{text}</p><div class="grid" style="--w:{width}rem">{body}</div>' for title, width, body, text in (
-            ("Metrics", 60, f'<div class="card">{metric_table(scores)}</div>', "In percent. Soft-TIFA: the VLM's probability of the "
-             "right answer, mean (AM) or geometric mean (GM) over a prompt's questions. VLM score minus oracle: grows when a policy "
-             "pleases the VLM alone. Brackets: 95% interval of the paired difference, bootstrap over prompts; coloured if without 0."),
-            ("Random prompts", 21, shown, f"Drawn at random, whatever came out. {rule}"),
-            ("Largest changes", 21, changed, f"Extremes, not typical: of the other prompts those whose first picture changed most, "
-             f"for better or worse, in the eyes of the {judges}. {rule}"),
-            ("Training", 17, curves, "Of each round; reward and atoms (by kind) are the VLM's, on training prompts."),
-            ("Figures of the run", 60, "".join(f'<figure class="card"><h3>{t}</h3>{i}</figure>' for t, i in figures.items()), "")) if body)
-    name, *made = (html.escape(Path(str(s)).name) for s in (run.resolve(), scores["model"], scores["lora_folder"], scores["vlm"]))
-    return f"""<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}
-</title><style>{CSS}</style><main><h1>{name}: {"LoRA against base" if deltas else "base"}</h1><p>{scores["prompts"]} held-out
-prompts ({scores["prompts_trained_on"]} of them also trained on), pictures of each: {scores["images_per_prompt"]}. {scores["steps"]}
-ODE steps, guidance {scores["guidance"]}, seed {scores["seed"]}, the same start noise for both. Base: {made[0]}, LoRA: {made[1]},
-VLM: {made[2]}.</p><div class="grid" style="--w:10rem">{big}</div>{sections}
-</main></html>"""
+    figures = [{"title": t} | inline_picture(run / f, 1600) for f, t in FIGURES.items() if (run / f).exists()]
+    data = {"name": run.resolve().name, "scores": scores, "prompts": entries, "training": metrics, "figures": figures}
+    # "<" in a text could end the block of data; a quote or an ampersand cannot
+    blob = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    before, after = (common.ROOT / "docs" / "report_template.html").read_text().split("/*DATA*/")
+    return before + blob + after
+
+
+def write_new(path: Path, text: str) -> None:
+    """A start that changes nothing writes nothing."""
+    if not path.exists() or path.read_bytes() != text.encode():
+        common.write_text(path, text)
 
 
 def main() -> None:
     args = parse_args()
-    if not args.run.is_dir():
+    if args.compare:
+        table = common.load_stage(common.ROOT / "variants" / "05_compare.py").write_table
+        return print(table(args.run, args.compare, args.baseline), end="")
+    if not args.run.is_dir() and not args.images:
         raise UserError(f"--run {args.run}: no such folder; the stages before this one make it")
-    prompts, lora, out = read_prompts(args.eval_prompts, args.num_prompts), find_lora(args.run, args.lora), args.run / "eval"
+    prompts, lora, out = (
+        read_prompts(args.eval_prompts, args.num_prompts),
+        find_lora(args.run, args.lora),
+        args.run / "eval",
+    )
+    folders = find_folders(out, args.images, lora)
     reuse(out, args, lora)
-    generate(out, prompts, lora, args)
-    systems, atoms = ["base", "lora"] if lora else ["base"], args.run / "atoms.jsonl"
-    records = judge(out, prompts, systems, args)
+    if not args.images:
+        generate(folders, prompts, lora, args)
+    records, systems, atoms = judge(out, folders, prompts, args), [*folders], args.run / "atoms.jsonl"
     trained = {line.get("prompt") for line in common.read_jsonl(atoms)} if atoms.exists() else set()
-    scores = {k: getattr(args, k) for k in ("images_per_prompt", "model", "vlm", "steps", "guidance", "seed")}
+    scores = {k: getattr(args, k) for k in ("images_per_prompt", "model", "vlm", "steps", "guidance", "seed", "images")}
     scores["prompts_trained_on"] = sum(line["prompt"] in trained for line in prompts.values())
     scores |= {"prompts": len(prompts), "lora_folder": str(lora.parent) if lora else "none"}
     scores |= summarise(prompts, records, systems, args.images_per_prompt)
-    texts = {"scores.json": json.dumps(scores, indent=1) + "\n", "report.html": page(args.run, prompts, records, scores)}
-    for path in (out / name for name in texts):
-        if not path.exists() or path.read_bytes() != texts[path.name].encode():  # a start that changes nothing writes nothing
-            common.write_text(path, texts[path.name])
+    texts = geneval2_files(prompts, records, systems, args.images_per_prompt)
+    texts |= {
+        "scores.json": json.dumps(scores, indent=1) + "\n",
+        "report.html": page(args.run, folders, prompts, records, scores),
+    }
+    for name, text in texts.items():
+        write_new(out / name, text)
     for metric, base in scores["base"].items():
-        rest = (scores["lora"][metric], *scores["delta"][metric].values()) if lora else ()
+        rest = (scores["lora"][metric], *scores["delta"][metric].values()) if "lora" in scores else ()
         print(f"{metric:18}", *(f"{v:7.2f}" if v is not None else "      -" for v in (base, *rest)))
     print(f"columns: base, LoRA, difference, 95% interval, in percent; {out / 'report.html'}")
 

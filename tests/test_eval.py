@@ -4,10 +4,8 @@ import io
 import json
 import math
 import random
-import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +38,11 @@ calls = []
 def load_scorer(vlm, device, dtype, map_layers):
     return None
 def score(scorer, images, vqa, grid, maps=True):
-    calls.append(len(images))
+    if not maps:
+        calls.append(len(images))
     right = [world.judge(image.movedim(0, -1).numpy(), vqa) for image in images]
-    return torch.tensor(right).float() * 0.7 + 0.2, None
+    values = torch.tensor(right).float() * 0.7 + 0.2
+    return values, torch.ones(*values.shape, *grid) if maps else None
 """
 
 
@@ -114,6 +114,8 @@ def test_metrics_by_hand():
         "skill.verb": 0.375,
         "atomicity.2": 0.3,
         "atomicity.4": 0.5,
+        "hard.gm": (0.3 + 0.5) / 2,
+        "hard.am": (0.575 + 0.5625) / 2,
     }
     assert got["base"] == pytest.approx({k: 100 * v for k, v in want.items()}, abs=1e-4) and [*got["base"]] == [*want]
     assert got["prompts_of"]["skill.verb"] == 1 and got["prompts_of"]["skill.count"] == 2 and "delta" not in got
@@ -125,6 +127,7 @@ def test_skill_scores_pool_questions_not_prompts():
     got = ev.summarise(prompts, records, ["base"], 1)["base"]
     assert got == {
         "soft_tifa.am": 50, "soft_tifa.gm": 50, "skill.count": 75, "atomicity.1": 0, "atomicity.3": 100,
+        "hard.gm": 50, "hard.am": 50,
     }  # fmt: skip
 
 
@@ -209,6 +212,8 @@ def test_bad_input_is_one_clear_line(tmp_path):
     assert "no such folder" in refused("--run", tmp_path / "no")
     assert "lora: no pytorch_lora_weights.safetensors; 04_train_cast.py makes it" in refused("--run", tmp_path)
     assert "--images-per-prompt 0" in refused("--run", tmp_path, "--images-per-prompt", 0)
+    assert "--lora x: nothing is drawn" in refused("--run", tmp_path, "--images", tmp_path, "--lora", "x")
+    assert "--baseline grpo sum: only with --compare" in refused("--run", tmp_path, "--baseline", "grpo sum")
     assert "--num-prompts -1" in refused("--run", tmp_path, "--num-prompts", -1)
     assert "--eval-prompts" in refused("--run", tmp_path, "--preset", "flux2-dev")
     bad = tmp_path / "prompts.jsonl"
@@ -237,15 +242,16 @@ def fake(tmp_path):
     argv = ["--run", run, "--scorer", scorer, "--num-prompts", 6, "--images-per-prompt", 2]
     lines = common.read_jsonl(HELD_OUT)
 
-    def draw(out, prompts, lora, args):
+    def draw(folders, prompts, lora, args):
         """Stands in for `generate`."""
         scenes, rng = {str(s): s for s in world.held_out_prompts()}, np.random.default_rng(0)
         for row in prompts:
             for i in range(args.images_per_prompt):
-                for system, shown in (("base", row), ("lora", row - 1)):
-                    path = ev.picture_path(out, system, row, i)
-                    if not path.exists() and (lora or system == "base"):
-                        cells = world.lay_out(scenes[lines[shown]["prompt"]], random.Random(i))
+                for system, folder in folders.items():
+                    path, shown = ev.picture_path(folder, row, i), row - (system == "lora")
+                    if not path.exists():
+                        seed = i + (lora.read_bytes()[-1] if system == "lora" else 0)
+                        cells = world.lay_out(scenes[lines[shown]["prompt"]], random.Random(seed))
                         common.save_png(path, torch.from_numpy(world.render(cells, rng)).movedim(-1, 0))
 
     real, ev.generate = ev.generate, draw
@@ -292,7 +298,7 @@ def test_another_lora_has_its_pictures_made_again_and_the_base_is_kept(fake):
     run, argv, lora, _ = fake
     assert start(*argv)[0] == 0
     before = stamps(run / "eval" / "images")
-    save_file({"x": torch.ones(1)}, lora)
+    save_file({"x": torch.full((1,), 2.5)}, lora)
     code, out = start(*argv)
     assert code == 0 and "the LoRA has changed" in out
     changed = {p.parent.name for p, t in stamps(run / "eval" / "images").items() if before[p] != t}
@@ -326,82 +332,170 @@ def test_pictures_of_other_settings_are_refused(fake, tmp_path):
     assert "has no settings.json" in refused(*argv)
 
 
-# ---------------------------------------------------------------- the page
+# ---------------------------------------------------------------- GenEval 2's files
 
 
-class Tags(HTMLParser):
-    """Counts start tags and checks that what must be closed is closed in order."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open, self.seen, self.text = [], [], ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.seen.append((tag, dict(attrs)))
-        if tag not in ("meta", "img", "br", "th", "td", "tr", "p"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.seen.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        if tag not in ("th", "td", "tr", "p"):
-            assert self.open.pop() == tag, tag
-
-    def handle_data(self, data):
-        self.text += data
+def analysis(benchmark: Path, score_lists: Path) -> dict[str, float]:
+    """What GenEval 2's two scripts make of a file of scores, written from their description (formulas, section 15): AM is
+    a prompt's arithmetic mean, GM its geometric mean; a skill pools all of its questions, an atom count averages the GMs."""
+    lines = [json.loads(line) for line in benchmark.read_text().splitlines()]
+    scores = json.loads(score_lists.read_text())
+    assert len(lines) == len(scores), "one list of scores a line"
+    am, gm, skill, atomicity = [], [], {}, {}
+    for line, values in zip(lines, scores, strict=True):
+        am.append(math.fsum(values) / len(values))
+        gm.append(math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0)
+        atomicity.setdefault(line["atom_count"], []).append(gm[-1])
+        for name, value in zip(line["skills"], values, strict=True):
+            skill.setdefault(name, []).append(value)
+    found = {"soft_tifa.am": am, "soft_tifa.gm": gm} | {f"skill.{k}": v for k, v in skill.items()}
+    found |= {f"atomicity.{k}": v for k, v in atomicity.items()}
+    return {k: 100 * math.fsum(v) / len(v) for k, v in found.items()}
 
 
-def make_page(run: Path, prompts: dict, records: dict, size: int = 32) -> tuple[str, Tags]:
-    systems = sorted({key[0] for key in records})
-    for system, row, i in records:
-        common.save_png(ev.picture_path(run / "eval", system, row, i), torch.rand(3, size, size))
-    facts = dict(prompts=len(prompts), images_per_prompt=1, prompts_trained_on=0, steps=8, guidance=4.0, seed=0)
-    facts |= dict(model="some/model", vlm="some/vlm", lora_folder="lora/round_0001")
-    page = ev.page(run, prompts, records, facts | ev.summarise(prompts, records, systems, 1))
-    return page, Tags(page)
+def write_geneval2(folder: Path, prompts: dict, records: dict, images: int) -> None:
+    for name, text in ev.geneval2_files(prompts, records, ["base", "lora"], images).items():
+        (folder / name).write_text(text)
 
 
-def test_the_page_is_whole_self_contained_and_escaped(tmp_path):
-    prompts, records = synthetic(30)
-    for line in prompts.values():
-        line["prompt"] = '<script>alert("x")</script> & ' + line["prompt"]
-        line["vqa_list"] = [[f"<b>{q}", a + "<i>"] for q, a in line["vqa_list"]]
-    metrics = [
-        {"round": r, "reward": 0.5 + r / 10, "atoms": {"count": None if r == 1 else 0.5, "verb": 0.1 * r}, "grad_norm": 0.1,
-         "clip_fraction": 0.0, "ratio_minus_1": 1e-8, "seconds": {"rollout": 1.0, "update": 2.0}}
-        for r in range(4)
-    ]  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
-    common.save_png(tmp_path / "window.png", torch.rand(3, 300, 600))
-    page, tags = make_page(tmp_path, prompts, records)
-    assert not re.search(r"https?://|//[a-z]|@import|url\(|<script|<link", re.sub(r"base64,[^\"]*", "", page))
-    assert tags.open == [] or tags.open == ["html"]
-    kinds = [t for t, _ in tags.seen]
-    assert kinds.count("img") == 2 * 24 + 1 and kinds.count("article") == 24 and kinds.count("polyline") == 4 + 2 + 2
-    assert all(a["src"].startswith("data:image/png;base64,") and a["alt"] for t, a in tags.seen if t == "img")
-    assert '<script>alert("x")</script> &' in tags.text and "&amp;amp;" not in page and "&amp;lt;" not in page
-    assert tags.text.index("Random prompts") < tags.text.index("Largest changes") and "nan" not in tags.text.lower()
-    assert "pixelated" in page and 'lang="en"' in page and "width=device-width" in page
+@pytest.mark.parametrize("images", [1, 3])
+def test_the_metrics_are_what_geneval2_makes_of_our_score_files(tmp_path, images):
+    prompts, records = synthetic(40, images)
+    records["lora", 3, 0]["scores"][1] = 0.0  # a geometric mean of zero
+    write_geneval2(tmp_path, prompts, records, images)
+    ours = ev.summarise(prompts, records, ["base", "lora"], images)
+    for system in ("base", "lora"):
+        want = analysis(tmp_path / "geneval2_prompts.jsonl", tmp_path / f"geneval2_{system}.json")
+        assert {k: ours[system][k] for k in want} == pytest.approx(want, abs=1e-4)
+        assert set(ours[system]) - set(want) == {k for k in ours[system] if k.startswith(("oracle", "hard"))}
 
 
-def test_the_page_of_the_base_alone_and_of_large_pictures(tmp_path):
-    page, tags = make_page(tmp_path, *synthetic(3, lora=False, oracle=False), size=1024)
-    assert "Largest changes" not in page and "LoRA against base" not in page and "by the VLM" in page
-    assert "pixelated" not in page and len(page) < 3 * 600_000, "large pictures are made smaller"
+def test_equal_prompts_keep_separate_scores(tmp_path):
+    """GenEval 2's file of picture names is keyed by the prompt's text, so that the last of two equal prompts would win."""
+    prompts, records = synthetic(4)
+    prompts[2] |= {k: prompts[1][k] for k in ("prompt", "skills", "vqa_list", "atom_count")}
+    records["base", 2, 0]["scores"] = [0.25] * len(prompts[1]["skills"])
+    write_geneval2(tmp_path, prompts, records, 1)
+    lists = json.loads((tmp_path / "geneval2_base.json").read_text())
+    assert lists[1] == records["base", 1, 0]["scores"] and lists[2] == [0.25] * len(lists[1])
 
 
-def test_the_pictures_on_the_page_are_random_first_then_the_extremes():
-    prompts, records = synthetic(100)
-    shown, changed = ev.pick(prompts, records)
-    change = {
-        r: abs(np.mean(records["lora", r, 0]["oracle"]) - np.mean(records["base", r, 0]["oracle"])) for r in prompts
-    }
-    assert len(shown) == len(changed) == 12 and not set(shown) & set(changed)
-    assert min(change[r] for r in changed) >= max(change[r] for r in set(prompts) - set(shown) - set(changed))
-    _, again = synthetic(100, same=True)
-    assert ev.pick(prompts, again) == (shown, []), "the random ones do not depend on what came out"
+def test_the_hardest_prompts_are_those_of_the_two_highest_counts():
+    prompts = {i: {"skills": ["object"], "atom_count": n} for i, n in enumerate([3, 9, 10, 10, 4])}
+    records = {("base", i, 0): {"scores": [s], "oracle": None} for i, s in enumerate([1.0, 0.3, 0.6, 0.9, 1.0])}
+    got = ev.summarise(prompts, records, ["base"], 1)
+    assert got["base"]["hard.gm"] == got["base"]["hard.am"] == pytest.approx(60) and got["prompts_of"]["hard.gm"] == 3
+
+
+# ---------------------------------------------------------------- pictures from elsewhere
+
+
+def test_pictures_from_elsewhere_are_scored_without_a_diffusion_model(fake, tmp_path, monkeypatch):
+    run, argv, _, _ = fake
+    assert start(*argv)[0] == 0
+    want, images, other = scores_of(run), run / "eval" / "images", ["--run", tmp_path / "other", *argv[2:]]
+    monkeypatch.setattr(common, "load_pipeline", None)
+    monkeypatch.setattr(ev, "generate", None)
+    assert start(*other, "--images", images)[0] == 0
+    got = scores_of(tmp_path / "other")
+    assert all(got[k] == want[k] for k in ("base", "lora", "delta"))
+    assert got["model"] is got["guidance"] is None and got["lora_folder"] == "none"
+    flat = ["--run", tmp_path / "flat", *argv[2:], "--images", images / "lora"]
+    assert start(*flat)[0] == 0
+    assert scores_of(tmp_path / "flat")["base"] == want["lora"] and "lora" not in scores_of(tmp_path / "flat")
+    # another picture under the same name is scored again, alone
+    picture = sorted((images / "lora").iterdir())[0]
+    common.save_png(picture, torch.zeros(3, 32, 32))
+    assert start(*flat)[0] == 0 and sys.modules["scorer"].calls == [1]
+
+
+def test_wrong_folders_of_pictures_are_one_clear_line(fake, tmp_path):
+    run, argv, _, _ = fake
+    assert start(*argv)[0] == 0
+    other, images = ["--run", tmp_path / "other", *argv[2:]], run / "eval" / "images"
+    assert "--images nowhere: no such folder" in refused(*other, "--images", "nowhere")
+    picture = sorted((images / "lora").iterdir())[1]
+    common.save_png(picture, torch.zeros(3, 32, 16))
+    assert f"{picture}: is 16x32 pixels" in refused(*other, "--images", images)
+    picture.unlink()
+    assert f"{picture}: not found; picture 1 of row" in refused(*other, "--images", images)
+    (images / "base").rename(images / "aside")
+    assert "has lora/ and no base/" in refused(*other, "--images", images)
+
+
+# ---------------------------------------------------------------- the table over seeds
+
+cmp = common.load_stage(ROOT / "variants" / "05_compare.py")
+
+
+def judged_run(folder: Path, credit: str, seed: int, gm: float, **other: object) -> Path:
+    """What 04 and 05 leave that --compare reads."""
+    made = {"eval_prompts": "a.jsonl", "guidance": 4.0, "steps": 10, "seed": seed}
+    trained = {"objective": "grpo", "credit": credit, "seed": seed, "lr": 1e-3}
+    common.write_json(
+        folder / "state" / "settings.json", {"settings": trained | {k: other[k] for k in trained if k in other}}
+    )
+    common.write_json(folder / "eval" / "settings.json", {"settings": made | {k: other[k] for k in made if k in other}})
+    scores = {"lora": {"soft_tifa.gm": gm, "soft_tifa.am": gm + 1}, "lora_folder": "lora/round_0060"}
+    common.write_json(folder / "eval" / "scores.json", scores)
+    return folder
+
+
+def test_students_t_is_that_of_the_tables():
+    """97.5% quantiles of any table of Student's t."""
+    want = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 30: 2.0423, 1000: 1.9623}
+    assert {f: cmp.t_quantile(f) for f in want} == pytest.approx(want, abs=1e-3)
+
+
+def test_the_table_over_seeds_by_hand(tmp_path):
+    gm = {"sum": [84.0, 85.0, 84.5], "cast": [86.0, 86.0, 86.5]}
+    runs = [judged_run(tmp_path / f"{c}_{s}", c, s, v) for c, row in gm.items() for s, v in enumerate(row)]
+    code, out = start("--run", tmp_path / "table", "--compare", *reversed(runs))
+    assert code == 0, out
+    got = json.loads((tmp_path / "table" / "compare.json").read_text())
+    assert got["baseline"] == "grpo sum" and got["methods"]["grpo sum"]["seeds"] == [0, 1, 2]
+    cast = got["methods"]["grpo cast"]["soft_tifa.gm"]
+    d = np.subtract(gm["cast"], gm["sum"])  # 2, 1, 2: paired by seed, whatever the order of the runs
+    half = 4.302653 * d.std(ddof=1) / math.sqrt(3)
+    want = dict(mean=86.1667, std=np.std(gm["cast"], ddof=1), difference=5 / 3, low=5 / 3 - half, high=5 / 3 + half)
+    assert cast == pytest.approx(want, abs=1e-3)
+    assert got["methods"]["grpo sum"]["soft_tifa.gm"] == pytest.approx({"mean": 84.5, "std": 0.5}, abs=1e-6)
+    table = (tmp_path / "table" / "compare.md").read_text()
+    assert out == table and "| grpo cast | 3 | 86.17 ± 0.29<br>+1.67 [+0.23, +3.10] |" in table
+    code, out = start("--run", tmp_path / "table", "--compare", *runs, "--baseline", "grpo cast")
+    assert code == 0 and "-1.67 [-3.10, -0.23]" in out
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    runs = [judged_run(tmp_path / c, c, 0, v) for c, v in (("sum", 84.0), ("cast", 86.0))]
+    code, out = start("--run", tmp_path / "table", "--compare", *runs)
+    assert code == 0 and "| 86.00<br>+2.00 |" in out and "nan" not in out.lower()
+    found = json.loads((tmp_path / "table" / "compare.json").read_text())["methods"]["grpo cast"]["soft_tifa.gm"]
+    assert found["std"] is found["low"] is None
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path):
+    a, b = (judged_run(tmp_path / f"sum_{s}", "sum", s, 84.0 + s) for s in range(2))
+    c = judged_run(tmp_path / "cast_0", "cast", 0, 85.0)
+    run = ["--run", tmp_path / "table", "--compare"]
+    assert "seeds are not equal: grpo cast has 0 (judged with 0); grpo sum has 0 (judged with 0), 1" in refused(
+        *run, a, b, c
+    )
+    assert "two runs are grpo sum of seed 0" in refused(*run, a, a)
+    assert "the runs are grpo sum, grpo cast" in refused(*run, a, c, "--baseline", "cast")
+    other = judged_run(tmp_path / "other", "cast", 0, 85.0, guidance=1.0)
+    assert f"{other} was judged with guidance 1.0, {a} with 4.0" in refused(*run, a, other)
+    other = judged_run(tmp_path / "other", "cast", 0, 85.0, eval_prompts="b.jsonl")
+    assert "was judged with eval_prompts b.jsonl" in refused(*run, a, other)
+    other = judged_run(tmp_path / "other", "sum", 1, 85.0, lr=2e-3)
+    assert f"{other} was trained with lr 0.002, {a} with 0.001" in refused(*run, a, other)
+    (other / "eval" / "scores.json").unlink()
+    assert "scores.json: not found" in refused(*run, a, other)
+    common.write_json(other / "eval" / "scores.json", {"base": {}})
+    assert "has no LoRA's scores" in refused(*run, a, other)
+    common.write_json(other / "state" / "settings.json", [])
+    assert "are not those of stages 04 and 05" in refused(*run, a, other)
+    assert not (tmp_path / "table").exists()
 
 
 # ---------------------------------------------------------------- the tiny models
@@ -451,7 +545,9 @@ def test_tiny_models_end_to_end(tmp_path):
             max_sequence_length=8, text_encoder_out_layers=(1, 2, 3), output_type="pt",
             generator=[torch.Generator().manual_seed(common.sample_seed(0, ev.EVAL_ROUND, row, 1)) for row in prompts],
         ).images  # fmt: skip
-        got = torch.stack([common.load_png(ev.picture_path(run / "eval", system, row, 1)) for row in prompts])
+        got = torch.stack(
+            [common.load_png(ev.picture_path(run / "eval" / "images" / system, row, 1)) for row in prompts]
+        )
         assert (got - want).abs().max() <= 1.01 / 255
 
     # a second start writes nothing; a run that lost half of its pictures ends in the same bits
