@@ -535,85 +535,42 @@ def parse(stage: ModuleType) -> argparse.Namespace:
     def add(name: str, help: str, **kwargs) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=help + of(name), **kwargs)
 
+    # fmt: off
     group.add_argument("--objective", choices=sorted(OBJECTIVES), default="grpo", help="policy objective")
-    group.add_argument(
-        "--credit", choices=CREDITS, default="cast", help="how atom rewards become the credit of a location"
-    )
-    group.add_argument("--map-floor", type=float, default=0.5, metavar="F", help="share of the uniform map in every atom's map: lets "
-                       "the empty places have a share of an atom's credit")  # fmt: skip
-    group.add_argument(
-        "--std-floor", type=float, default=0.05, help="least standard deviation of a reward in its group"
-    )
+    group.add_argument("--credit", choices=CREDITS, default="cast", help="how atom rewards become the credit of a location")
+    group.add_argument("--map-floor", type=float, default=0.5, metavar="F", help="share of the uniform map in every atom's map: "
+                       "lets the empty places have a share of an atom's credit")
+    group.add_argument("--std-floor", type=float, default=0.05, help="least standard deviation of a reward in its group")
     add("clip_range", "the ratio is clipped to 1-C..1+C", type=float, metavar="C")
-    add(
-        "ratio",
-        "ratio of a location, or Flow-GRPO's of a sample, for a credit without maps",
-        choices=["location", "sample"],
-    )
-    add(
-        "beta",
-        "weight of the KL to the base: of SDE steps (grpo), mean squared difference of velocities (awm, sft)",
-        type=float,
-    )
-    add(
-        "kl",
-        "scale of the KL of an SDE step: the Gaussians' own, or Flow-GRPO's, which is that times |dt|",
-        choices=["gaussian", "flow-grpo"],
-    )
+    add("ratio", "ratio of a location, or Flow-GRPO's of a sample, for a credit without maps", choices=["location", "sample"])
+    add("beta", "weight of the KL to the base: of SDE steps (grpo), mean squared difference of velocities (awm, sft)", type=float)
+    add("kl", "the KL of an SDE step: the Gaussians' own, or Flow-GRPO's, that times |dt|", choices=["gaussian", "flow-grpo"])
     add("beta_old", "weight of the squared difference of velocities to the lagging LoRA", type=float)
-    add(
-        "lag",
-        "the lagging LoRA keeps min(RATE*round, MAX) of itself after a round",
-        type=float,
-        nargs=2,
-        metavar=("RATE", "MAX"),
-    )
+    add("lag", "the lagging LoRA keeps min(RATE*round, MAX) of itself after a round", type=float, nargs=2, metavar=("RATE", "MAX"))
     add("eta", "strength of the reward", type=float)
     add("draws", "draws of (t, eps) a picture", type=int)
-    add(
-        "times",
-        "p(t): uniform on the rollout's grid, 2t, or a sigmoid of a normal",
-        choices=["grid", "sqrt", "logit-normal"],
-    )
+    add("times", "p(t): uniform on the rollout's grid, 2t, or a sigmoid of a normal", choices=["grid", "sqrt", "logit-normal"])
     add("weighting", "weight of the error by t", choices=["uniform", "t", "t2", "huber", "ghuber"])
     add("max_grad_norm", "the gradient is scaled down to this norm; 0: never", type=float)
     group = parser.add_argument_group("training")
-    group.add_argument(
-        "--rounds", type=int, default=100, help="rounds in all; a larger number continues a finished run"
-    )
-    group.add_argument(
-        "--updates", type=int, default=1, help="optimizer steps a round, each on its own share of the groups"
-    )
-    group.add_argument("--micro-batch", type=int, metavar="SAMPLES", help="samples a forward and backward; the gradient is that of all; "
-                       "unset: the rollout's, --batch-groups times --samples")  # fmt: skip
-    group.add_argument(
-        "--checkpointing",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="recompute activations: less memory",
-    )
-    group.add_argument(
-        "--train-guidance", type=float, metavar="SCALE", help="guidance in the update; unset: --guidance"
-    )
+    group.add_argument("--rounds", type=int, default=100, help="rounds in all; a larger number continues a finished run")
+    group.add_argument("--updates", type=int, default=1, help="optimizer steps a round, each on its own share of the groups")
+    group.add_argument("--micro-batch", type=int, metavar="SAMPLES", help="samples a forward and backward; the gradient is that "
+                       "of all; unset: the rollout's, --batch-groups times --samples")
+    group.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=False, help="recompute activations")
+    group.add_argument("--train-guidance", type=float, metavar="SCALE", help="guidance in the update; unset: --guidance")
     group.add_argument("--lr", type=float, default=3e-4, help="learning rate of AdamW")
     group.add_argument("--warmup", type=int, default=0, metavar="ROUNDS", help="rounds of linear warm-up")
     group.add_argument("--weight-decay", type=float, default=1e-4, help="weight decay of AdamW")
-    group.add_argument(
-        "--ema",
-        type=float,
-        default=0.0,
-        metavar="DECAY",
-        help="lora/ has the average of the LoRA over the steps; 0: the LoRA",
-    )
-    group.add_argument(
-        "--max-ratio-gap", type=float, default=1e-5, help="largest |ratio-1| before an update in float32 (grpo)"
-    )
+    group.add_argument("--ema", type=float, default=0.0, metavar="DECAY", help="lora/ has the LoRA's average over the steps; 0: itself")
+    group.add_argument("--max-ratio-gap", type=float, default=1e-5, help="largest |ratio-1| before an update in float32 (grpo)")
     group.add_argument("--rank", type=int, default=64, help="LoRA rank")
     group.add_argument("--alpha", type=float, default=64, help="LoRA scale alpha")
     group.add_argument("--lora-targets", default=LORA_TARGETS, metavar="REGEX", help="modules that get a LoRA")
     group.add_argument("--save-every", type=int, default=20, metavar="ROUNDS", help="rounds between LoRA folders")
-    keep = "rounds whose shards are kept; stage 03's round 0 always is"
-    group.add_argument("--keep-rounds", type=int, default=2, metavar="ROUNDS", help=keep)
+    group.add_argument("--keep-rounds", type=int, default=2, metavar="ROUNDS", help="rounds whose shards are kept; stage 03's "
+                       "round 0 always is")
+    # fmt: on
     return complete(common.parse_args(parser))
 
 

@@ -43,6 +43,7 @@ def main() -> None:
     stage3, stage4 = (common.load_stage(ROOT / f) for f in ("03_score_atoms.py", "04_train_cast.py"))
     args = stage4.parse(stage3)
     window = (0, 3)
+    args.window = list(window)
     pipe = common.load_pipeline(args.model, args.device, torch.float32)
     pipe.set_progress_bar_config(disable=True)
     text = dict(max_sequence_length=args.max_sequence_length, text_encoder_layers=args.text_encoder_layers)
@@ -91,7 +92,7 @@ def main() -> None:
         }
         for s in (slice(i, i + args.samples) for i in range(0, n, args.samples))
     ]
-    optimizer = torch.optim.AdamW(params.values(), lr=0.0)
+    policies, optimizer = stage4.first_policies(params, args), torch.optim.AdamW(params.values(), lr=0.0)
 
     def forwards_and_backwards() -> None:
         for i in range(*window):
@@ -101,7 +102,7 @@ def main() -> None:
 
     ratio(
         "update / fwd+bwd",
-        lambda: stage4.update(pipe, params, optimizer, shards, embeds, sigmas, window, args),
+        lambda: stage4.update(pipe, params, policies, optimizer, shards, embeds, sigmas, 0, args),
         forwards_and_backwards,
         options.repeats,
     )

@@ -243,7 +243,8 @@ def test_ema_moves_once_an_optimizer_step():
 @pytest.mark.parametrize("argv", [["--beta", "0.01"], *(["--objective", o] for o in MATCHING)], ids=["grpo", *MATCHING])
 def test_accumulation_is_exact(argv):
     """T5: 8x1 = 4x2 = 1x8, uneven parts and activation checkpointing: the same gradient but for float32's rounding, and after a
-    step of AdamW at a usual learning rate the same weights to 1e-6."""
+    step of AdamW at a usual learning rate the same weights to 1e-6: all whose gradient is more than rounding, since AdamW's
+    first step is the gradient's sign."""
     argv = [*argv, "--lr", "1e-4"]
     whole = Trainer(*argv)
     want = whole.gradient()
@@ -255,7 +256,8 @@ def test_accumulation_is_exact(argv):
         assert (parts.gradient() - want).norm() <= 3e-6 * want.norm(), extra
         parts.update()
         assert (whole.weights() - parts.weights()).norm() <= 1e-3 * (whole.weights() - before).norm(), extra
-        assert (parts.weights() - whole.weights()).abs().max() <= 1e-6, extra
+        clear = want.abs() > 1e-3 * want.abs().max()
+        assert clear.float().mean() > 0.1 and (parts.weights() - whole.weights())[clear].abs().max() <= 1e-6, extra
 
 
 def test_the_gradient_is_scaled_down_to_its_largest_norm():
