@@ -22,7 +22,8 @@ Deviations from the papers (common.py has those of the formulas):
 1. A credit other than `sum` on AWM, RAM or SFT is ours: the weight of a location multiplies its squared error.
 2. Guidance is the rollout's in the update too (`--train-guidance`). AWM has none in either, RAM and SFT only in the rollout.
 3. AWM and RAM roll out with other solvers (SA-Solver; 20 Euler steps); ours is the ODE, or the SDE with `--window`.
-4. The lagging LoRA moves once a round. Its rate, and the warm-up of `--ema`, count rounds and optimizer steps from 0.
+4. AWM's KL weights are five times its paper's, since it divides the advantages by 5 and we do not (common.py, 2).
+5. The lagging LoRA moves once a round. Its rate, and the warm-up of `--ema`, count rounds and optimizer steps from 0.
 """
 
 import argparse
@@ -50,7 +51,7 @@ CREDITS = ("sum", "atom", "spatial", "shuffled", "cast", "step")
 # The flags that only some objectives have, with each one's default: the papers' where they give one (formulas 1, 3, 4, 6).
 OBJECTIVES = {
     "grpo": dict(clip_range=0.2, ratio="location", beta=0.0, kl="gaussian", max_grad_norm=1.0),
-    "awm": dict(clip_range=1.0, beta=1e-3, beta_old=1.0, lag=[0.001, 0.3], draws=6, times="grid", weighting="uniform",
+    "awm": dict(clip_range=1.0, beta=5e-3, beta_old=5.0, lag=[0.001, 0.3], draws=6, times="grid", weighting="uniform",
                 max_grad_norm=1.0),
     "ram": dict(eta=100.0, lag=[0.01, 0.9], draws=8, times="sqrt", max_grad_norm=0.0),
     "sft": dict(beta=0.0, draws=39, times="logit-normal", max_grad_norm=1.0),

@@ -22,7 +22,7 @@ Deviations from the papers (CAST publishes neither its weighting nor its knee ru
 1. Flow-GRPO's log-probability is a mean over all of a sample; ours is a mean over channels, one a location. Its mean over
    locations is Flow-GRPO's, `--ratio sample` gives that ratio.
 2. Advantages: population std of the prompt group, never under a floor; no global std, no clamp. RAM divides by the std of
-   the whole batch, AWM clamps at 5 and scales to [-1, 1].
+   the whole batch, AWM clamps at 5 and divides by 5.
 3. The densities of "dance" and "cps" keep the constants and the variance that public code drops, so that they are the
    densities of what was drawn; a clip range tuned for those recipes has another meaning here.
 4. RAM's, AWM's and SFT's draws of t are stratified in the D draws of a sample: the same p(t), less variance.
