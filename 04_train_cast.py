@@ -135,9 +135,17 @@ Reference = Callable[[str, Sequence[tuple[torch.Tensor, torch.Tensor]]], list[to
 Term = tuple[torch.Tensor, dict[str, torch.Tensor]]  # a loss, diagnostics
 
 
-def group_credit(shard: Weights, round_: int, group: int, args: argparse.Namespace) -> torch.Tensor:
-    """The credit of one prompt group, broadcastable to [N, T_w, L]."""
+def gated(rewards: torch.Tensor, parents: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Rewards [N, K], each times those of the atoms that it depends on in the scene graph: a count, colour or relation of
+    what is not there earns nothing. GenEval 2 does not do this."""
+    return torch.stack([rewards[:, [k, *of]].prod(1) for k, of in enumerate(parents)], 1)
+
+
+def group_credit(shard: Weights, row: dict, round_: int, group: int, args: argparse.Namespace) -> torch.Tensor:
+    """The credit of one prompt group, whose line of atoms.jsonl is row; broadcastable to [N, T_w, L]."""
     rewards = shard["rewards"]
+    if args.gate == "parents":
+        rewards = gated(rewards, [atom["depends_on"] for atom in row["csg"]["atoms"]])
     if args.credit == "step":
         want = (args.samples, args.window[1] - args.window[0])
         if tuple(shard.get("step_rewards", torch.empty(0)).shape) != want:
@@ -414,6 +422,16 @@ def plot_training(path: Path, metrics: list[dict], args: argparse.Namespace) -> 
     common.write_figure(path, figure)
 
 
+def has_graph(row: dict) -> bool:
+    """Whether the csg of a line of atoms.jsonl says for each of its K atoms on which of the others it depends."""
+    csg, k = row.get("csg"), len(row["vqa_list"])
+    atoms = csg.get("atoms") if isinstance(csg, dict) else None
+    parents = [a.get("depends_on") if isinstance(a, dict) else None for a in atoms] if isinstance(atoms, list) else []
+    return len(parents) == k and all(
+        isinstance(p, list) and all(type(i) is int and 0 <= i < k for i in p) for p in parents
+    )
+
+
 def train(args: argparse.Namespace, stage: ModuleType, atoms: list[dict]) -> None:
     window = stage.load_window(args)
     if args.objective == "grpo" and window[0] == window[1]:
@@ -424,6 +442,9 @@ def train(args: argparse.Namespace, stage: ModuleType, atoms: list[dict]) -> Non
         common.file_id(args.scorer),
         list(window),
     )
+    if args.gate == "parents" and not all(map(has_graph, atoms)):
+        raise UserError(f"--gate parents: {args.run / 'atoms.jsonl'} has a prompt whose csg does not say for each atom on which "
+                        "others it depends; 02_build_csg.py writes that")  # fmt: skip
     if args.credit == "shuffled" and any(len(a["vqa_list"]) < 2 for a in atoms):
         raise UserError("--credit shuffled: atoms.jsonl has a prompt of one atom, whose map has no other atom to go to")
     state = args.run / "state" / "state.safetensors"
@@ -479,7 +500,7 @@ def train(args: argparse.Namespace, stage: ModuleType, atoms: list[dict]) -> Non
             # credit and updates
             start = time.perf_counter()
             for g, shard in enumerate(shards):
-                shard["credit"] = group_credit(shard, r, g, args)
+                shard["credit"] = group_credit(shard, rows[g], r, g, args)
             warm_up = min(1.0, (r + 1) / args.warmup) if args.warmup else 1.0
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * warm_up
@@ -539,6 +560,8 @@ def parse(stage: ModuleType) -> argparse.Namespace:
     # fmt: off
     group.add_argument("--objective", choices=sorted(OBJECTIVES), default="grpo", help="policy objective")
     group.add_argument("--credit", choices=CREDITS, default="cast", help="how atom rewards become the credit of a location")
+    group.add_argument("--gate", choices=["none", "parents"], default="none", help="an atom's reward is multiplied by those of the "
+                       "atoms that it depends on, such as a count by its object")
     group.add_argument("--map-floor", type=float, default=0.5, metavar="F", help="share of the uniform map in every atom's map: "
                        "lets the empty places have a share of an atom's credit")
     group.add_argument("--std-floor", type=float, default=0.05, help="least standard deviation of a reward in its group")
@@ -584,6 +607,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
             having = ", ".join(o for o, flags in OBJECTIVES.items() if name in flags)
             raise UserError(f"{flag}: --objective {args.objective} has no such setting; it is of {having}")
         setattr(args, name, getattr(args, name, own.get(name))) if name in own else None
+    if args.gate == "parents" and args.credit == "step":
+        raise UserError("--gate parents: --credit step takes the rewards of steps, not of atoms")
     if args.objective == "grpo":
         if args.train_guidance not in (None, args.guidance):
             raise UserError(

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import math
 import sys
 from itertools import product
@@ -15,6 +16,7 @@ import common
 
 stage3, stage4 = (common.load_stage(ROOT / f) for f in ("03_score_atoms.py", "04_train_cast.py"))
 PROMPTS = ["three red circles to the left of two blue squares", "a green triangle and two red squares"]
+ROW = {"csg": {"atoms": [{"depends_on": [1]}, {"depends_on": []}, {"depends_on": [0, 1]}]}}  # of the made-up atoms
 GRPO, MATCHING = ["--objective", "grpo"], ["awm", "ram", "sft"]
 
 
@@ -67,7 +69,7 @@ class Trainer:
             for i, s in enumerate((slice(0, 4), slice(4, 8)))
         ]  # fmt: skip
         for i, shard in enumerate(self.shards):
-            shard["credit"] = stage4.group_credit(shard, 0, i, args)
+            shard["credit"] = stage4.group_credit(shard, ROW, 0, i, args)
 
     def update(self, round_: int = 0) -> dict:
         return stage4.update(self.pipe, self.params, self.policies, self.optimizer, self.shards, self.embeds, self.sigmas, round_,
@@ -311,6 +313,30 @@ def test_every_credit_goes_with_every_objective(objective, credit):
     assert gradient.isfinite().all() and gradient.norm() > 0
 
 
+def test_gate_multiplies_the_rewards_of_the_atoms_that_an_atom_depends_on():
+    r = torch.tensor([[0.5, 0.4, 0.25], [1.0, 0.0, 1.0], [1.0, 1.0, math.nan]])
+    gated = stage4.gated(r, [a["depends_on"] for a in ROW["csg"]["atoms"]])
+    assert torch.allclose(
+        gated, torch.tensor([[0.2, 0.4, 0.05], [0.0, 0.0, 0.0], [1.0, 1.0, math.nan]]), equal_nan=True
+    )
+    rewards = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(1))
+    with_gate = Trainer("--credit", "cast", "--gate", "parents", rewards=rewards).gradient()
+    by_hand = torch.stack([stage4.gated(r, [[1], [], [0, 1]]) for r in rewards])
+    assert torch.equal(with_gate, Trainer("--credit", "cast", rewards=by_hand).gradient())
+    assert not torch.equal(with_gate, Trainer("--credit", "cast", rewards=rewards).gradient())
+
+
+@pytest.mark.parametrize(
+    "csg", [None, 3, {}, {"atoms": 1}, {"atoms": [{"depends_on": [9]}]}, {"atoms": [{"depends_on": ["0"]}]}]
+)
+def test_gate_needs_the_graph(run_stage, atoms_run, csg):
+    rows = common.read_atoms(atoms_run / "atoms.jsonl")
+    rows[3] |= {"csg": csg, "vqa_list": rows[3]["vqa_list"][:1], "skills": rows[3]["skills"][:1]}
+    common.write_text(atoms_run / "atoms.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    out = start(run_stage, atoms_run, "--window", 0, 3, "--gate", "parents", "--rounds", 1, code=2)
+    assert "error: --gate parents: " in out and "02_build_csg.py writes that" in out
+
+
 def test_sft_takes_no_step_without_a_best_picture():
     trainer = Trainer("--objective", "sft", rewards=torch.full((2, 4, 3), 0.5))
     before = trainer.weights()
@@ -371,6 +397,7 @@ def atoms_run(run_stage, tmp_path) -> Path:
         (["--window", "0", "0"], "--window 0 0: has no SDE step"),
         (["--window", "0", "3", "--credit", "step"], "has no step_rewards of shape [4, 3]"),
         (["--objective", "awm", "--lag", "0.1", "2"], "--lag 2.0: must be from 0 to 1"),
+        (["--credit", "step", "--gate", "parents"], "--gate parents: --credit step takes the rewards of steps"),
         (["--micro-batch", "0"], "--micro-batch 0: must be from 1"),
         (["--ema", "1"], "--ema 1.0: must be from 0"),
     ],
